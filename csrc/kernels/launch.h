@@ -1,0 +1,33 @@
+// The wall: all that the op layer knows about the kernels. Plain structs in, cudaError_t out;
+// nothing here allocates, synchronises or throws. Work is enqueued on the given stream of the
+// current device.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include "../params.h"
+
+namespace fa {
+
+// What one kernel instance takes from an SM; for build_info() and the compile report.
+struct KernelShape {
+  int block_m;     // query rows of a CTA
+  int block_n;     // keys of a tile
+  int threads;     // of a CTA
+  int smem_bytes;  // dynamic shared memory of a CTA
+};
+
+// Portable forward (mma.sync, sm_80 and newer). smem_limit_bytes is the device's opt-in maximum per
+// CTA; it picks the tile (99 KiB devices get the smaller one). head_dim 1 to 256, batch and heads_q
+// at least 1, seqlen_q at least 1; seqlen_k may be 0. With MaskMode::kTensor, launch_mask_summary
+// must have been enqueued before on the same stream.
+KernelShape describe_fwd_sm80(int head_dim, int smem_limit_bytes);
+cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaStream_t stream);
+
+// Classifies every kMaskSummaryBlock x kMaskSummaryBlock block of a mask tensor as all hidden,
+// mixed or all visible with nothing added, so that attention kernels skip the first kind and take
+// their unmasked loop on the last.
+constexpr int kMaskSummaryBlock = 64;
+int64_t mask_summary_bytes(const FwdParams& params);
+cudaError_t launch_mask_summary(const FwdParams& params, cudaStream_t stream);
+
+}  // namespace fa

@@ -1,0 +1,71 @@
+// The plain structs that cross the wall between the op layer and the kernels: pointers, strides and
+// sizes. Plain C++ without torch or CUDA, so that both sides and their tests can include it.
+#pragma once
+#include <cstdint>
+
+namespace fa {
+
+enum class Dtype : int { kFloat16, kBFloat16 };
+
+// How a score gets masked. Each mode is a kernel of its own; everything finer is decided at run
+// time.
+enum class MaskMode : int {
+  kFull,    // every key below seqlen_k is visible
+  kBand,    // window_left / window_right around the diagonal; causal is the band (unlimited, 0)
+  kTensor,  // a mask tensor, together with the band above (which may be unlimited)
+};
+
+enum class MaskDtype : int {
+  kBool,     // 1 byte, nonzero = take part
+  kElement,  // additive, in the dtype of query
+  kFloat32,  // additive
+};
+
+// "No limit" for window_left and window_right. Small enough that row + window never overflows an
+// int64_t.
+constexpr int64_t kUnlimited = int64_t{1} << 40;
+
+// Forward. All strides count elements. The last dimension of query, key, value and out has
+// stride 1. Rows of query, key and value start on 16-byte boundaries (pointer and strides); rows of
+// out may start anywhere.
+struct FwdParams {
+  const void* query;  // [batch, heads_q, seqlen_q, head_dim]
+  const void* key;    // [batch, heads_k, seqlen_k, head_dim]
+  const void* value;  // [batch, heads_k, seqlen_k, head_dim]
+  const void* mask;   // [batch, heads_q, seqlen_q, seqlen_k], broadcast dimensions have stride 0;
+                      // null without mask
+  void* out;          // [batch, heads_q, seqlen_q, head_dim]
+  float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
+
+  // Scratch for MaskMode::kTensor: two bits per (query block, key block) of the mask, written by
+  // launch_mask_summary; see kernels/launch.h. Null otherwise.
+  uint8_t* mask_summary;
+
+  int64_t query_stride[3];  // batch, head, row
+  int64_t key_stride[3];    // batch, head, row
+  int64_t value_stride[3];  // batch, head, row
+  int64_t out_stride[3];    // batch, head, row
+  int64_t mask_stride[4];   // batch, head, row, column
+
+  int batch;
+  int heads_q;
+  int heads_k;  // divides heads_q
+  int seqlen_q;
+  int seqlen_k;
+  int head_dim;  // 1 to 256
+
+  float scale;  // multiplies the raw scores; any sign
+
+  // Key j is visible to query i when  i + diagonal - window_left <= j <= i + diagonal +
+  // window_right. diagonal is 0 for the top-left corner and seqlen_k - seqlen_q for the
+  // bottom-right one.
+  int64_t diagonal;
+  int64_t window_left;   // >= 0, or kUnlimited
+  int64_t window_right;  // >= 0, or kUnlimited
+
+  Dtype dtype;
+  MaskMode mask_mode;
+  MaskDtype mask_dtype;
+};
+
+}  // namespace fa
