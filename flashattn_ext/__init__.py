@@ -1,0 +1,28 @@
+"""Exact attention from our own CUDA and CPU kernels, in the shape of torch's own operator."""
+
+import torch
+
+from ._build import CPU_ONLY_REASON, TORCH_VERSION
+
+
+def _same_binary(built: str, found: str) -> bool:
+    """Whether two torch versions such as '2.11.0+cu130' share minor version and CUDA build."""
+    (built_version, _, built_local), (found_version, _, found_local) = (
+        version.partition("+") for version in (built, found)
+    )
+    same_minor = built_version.split(".")[:2] == found_version.split(".")[:2]
+    return same_minor and (CPU_ONLY_REASON is not None or built_local == found_local)
+
+
+# Before _C is loaded: against another torch that would end in missing symbols, or worse.
+if not _same_binary(TORCH_VERSION, torch.__version__):
+    raise ImportError(
+        f"flashattn_ext was built with torch {TORCH_VERSION}, found torch {torch.__version__}: "
+        "reinstall it with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+    )
+
+from .interface import flash_attn_func, scaled_dot_product_attention  # noqa: E402
+from .ops import build_info  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["build_info", "flash_attn_func", "scaled_dot_product_attention"]

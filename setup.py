@@ -1,0 +1,107 @@
+"""Builds flashattn_ext: the only place that knows the sources and the compiler flags.
+
+Environment: FA_CPU_ONLY=1 leaves the CUDA backend out; TORCH_CUDA_ARCH_LIST, MAX_JOBS and CUDA_HOME
+mean what they mean for every torch extension. A GPU is never asked for.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pybind11
+import torch
+from setuptools import setup
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_ARCHS = "8.0+PTX;9.0a"  # the PTX carries every newer GPU
+GIB_PER_JOB = 3  # a compiler on torch's headers, or nvcc on a kernel file
+
+
+def why_cpu_only() -> str | None:
+    """The reason to leave the CUDA backend out, or None to build it."""
+    if os.environ.get("FA_CPU_ONLY", "0") not in ("", "0"):
+        return "FA_CPU_ONLY is set"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    nvcc = Path(CUDA_HOME or "/nonexistent", "bin", "nvcc")
+    if not nvcc.is_file():
+        return f"no nvcc found (CUDA_HOME is {CUDA_HOME})"
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.(\d+)", version).group(0).split()[1]
+    if release.split(".")[0] != torch.version.cuda.split(".")[0]:
+        return f"{nvcc} is CUDA {release}, torch {torch.__version__} needs {torch.version.cuda}"
+    return None
+
+
+def arch_list() -> str:
+    """TORCH_CUDA_ARCH_LIST with our default; torch turns it into -gencode flags."""
+    archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
+    for version in re.findall(r"\d+\.\d+", archs):
+        if float(version) < 8.0:
+            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: the kernels need 8.0 or newer, got {archs}")
+    return archs
+
+
+def job_count() -> int:
+    """Parallel compilers that fit the usable cores and the free memory."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    free_kib = re.search(r"MemAvailable:\s+(\d+)", read("/proc/meminfo"))
+    limit = read("/sys/fs/cgroup/memory.max").strip()  # "max" or bytes, inside a container
+    free = [int(free_kib.group(1)) << 10] if free_kib else []
+    free += [int(limit)] if limit.isdigit() else []
+    return max(1, min([cores] + [size // (GIB_PER_JOB << 30) for size in free]))
+
+
+def read(path: str) -> str:
+    return Path(path).read_text() if Path(path).is_file() else ""
+
+
+def extension(reason: str | None):
+    """The one extension module, _C; with `reason` it has the CPU backend only."""
+    sources = ["csrc/ops/library.cpp", "csrc/ops/cpu.cpp"]
+    macros = [("FA_WITH_CUDA", int(reason is None)), ("FA_TORCH_VERSION", f'"{torch.__version__}"')]
+    macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]
+    # -fopenmp turns on at::parallel_for; at link time the symbols come from the runtime torch has
+    # loaded, so that no second thread pool appears.
+    flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp"]}
+    make = CppExtension
+    if reason is None:
+        make = CUDAExtension
+        sources += ["csrc/ops/cuda.cpp"]
+        sources += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/kernels/*.cu"))
+        # torch switches the half operators off for every .cu file; ours see no torch.
+        halves = ["HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"]
+        flags["nvcc"] = [f"-U__CUDA_NO_{name}__" for name in halves]
+        flags["nvcc"] += shlex.split(read(str(ROOT / "csrc/nvcc_flags.txt")), comments=True)
+    return make(
+        "flashattn_ext._C",
+        sources,
+        include_dirs=[pybind11.get_include(), str(ROOT / "csrc")],
+        define_macros=macros,
+        extra_compile_args=flags,
+    )
+
+
+class Build(BuildExtension):
+    """Also writes flashattn_ext/_build.py, which __init__.py reads before it loads _C."""
+
+    def run(self) -> None:
+        super().run()
+        folder = Path(self.get_ext_fullpath("flashattn_ext._C")).parent
+        text = f"TORCH_VERSION = {str(torch.__version__)!r}\nCPU_ONLY_REASON = {REASON!r}\n"
+        (folder / "_build.py").write_text(text)
+
+
+REASON = why_cpu_only()
+os.environ.setdefault("MAX_JOBS", str(job_count()))
+backends = f"CPU only ({REASON})" if REASON else f"CPU and CUDA for {arch_list()}"
+print(f"flashattn_ext: building {backends}, torch {torch.__version__}", flush=True)
+setup(
+    ext_modules=[extension(REASON)],
+    cmdclass={"build_ext": Build},
+    # The binary fits the torch it was built with: the same minor version.
+    install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
+)
