@@ -38,7 +38,8 @@ def why_cpu_only() -> str | None:
 
 def arch_list() -> str:
     """TORCH_CUDA_ARCH_LIST with our default; torch turns it into -gencode flags."""
-    archs = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_ARCHS)
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
+    os.environ["TORCH_CUDA_ARCH_LIST"] = archs
     for version in re.findall(r"\d+\.\d+", archs):
         if float(version) < 8.0:
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: the kernels need 8.0 or newer, got {archs}")
@@ -62,7 +63,7 @@ def read(path: str) -> str:
 def extension(reason: str | None):
     """The one extension module, _C; with `reason` it has the CPU backend only."""
     sources = ["csrc/ops/library.cpp", "csrc/ops/cpu.cpp"]
-    macros = [("FA_WITH_CUDA", int(reason is None)), ("FA_TORCH_VERSION", f'"{torch.__version__}"')]
+    macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
     macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]
     # -fopenmp turns on at::parallel_for; at link time the symbols come from the runtime torch has
     # loaded, so that no second thread pool appears.
@@ -95,11 +96,13 @@ class Build(BuildExtension):
         (folder / "_build.py").write_text(text)
 
 
+VERSION = re.search(r'__version__ = "(.+)"', read(str(ROOT / "flashattn_ext/__init__.py"))).group(1)
 REASON = why_cpu_only()
 os.environ.setdefault("MAX_JOBS", str(job_count()))
 backends = f"CPU only ({REASON})" if REASON else f"CPU and CUDA for {arch_list()}"
 print(f"flashattn_ext: building {backends}, torch {torch.__version__}", flush=True)
 setup(
+    version=VERSION,
     ext_modules=[extension(REASON)],
     cmdclass={"build_ext": Build},
     # The binary fits the torch it was built with: the same minor version.

@@ -21,8 +21,8 @@ if not _same_binary(TORCH_VERSION, torch.__version__):
         "reinstall it with `pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
 
+from ._C import build_info  # noqa: E402
 from .interface import flash_attn_func, scaled_dot_product_attention  # noqa: E402
-from .ops import build_info  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = ["build_info", "flash_attn_func", "scaled_dot_product_attention"]
