@@ -1,0 +1,89 @@
+// The schema of the operator, and what this build contains. The implementations are registered by
+// cpu.cpp and cuda.cpp, the fake kernel in Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#if FA_WITH_CUDA
+#include "../kernels/launch.h"
+#endif
+
+TORCH_LIBRARY(fa, m) {
+  // Attention forward: out = softmax(scale * query @ key^T + mask) @ value and the natural
+  // logarithm of the softmax denominators. Shapes: query and out [batch, heads_q, seqlen_q,
+  // head_dim], key and value [batch, heads_k, seqlen_k, head_dim], attn_mask broadcast to [batch,
+  // heads_q, seqlen_q, seqlen_k], lse [batch, heads_q, seqlen_q] in float32 (float64 for float64).
+  // attn_mask: bool (true = take part) or additive. scale: 1 / sqrt(head_dim) by default. Query i
+  // sees the keys from i - window_left to i + window_right, -1 meaning no limit; is_causal limits
+  // window_right to 0; with bottom_right, i counts from seqlen_k - seqlen_q. A query that sees no
+  // key gives out 0 and lse -inf. Not differentiable.
+  m.def(
+      "forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+      "bool is_causal=False, float? scale=None, *, SymInt window_left=-1, "
+      "SymInt window_right=-1, bool bottom_right=False) -> (Tensor out, Tensor lse)",
+      {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
+}
+
+// Without this, an output would silently come without a gradient.
+TORCH_LIBRARY_IMPL(fa, Autograd, m) {
+  m.impl("forward", torch::autograd::autogradNotImplementedFallback());
+}
+
+namespace {
+
+#if FA_WITH_CUDA
+constexpr const char* kCudaArchs = FA_CUDA_ARCHS;
+#else
+constexpr const char* kCudaArchs = "";
+#endif
+
+// "8.0+PTX;9.0a" -> ["8.0+PTX", "9.0a"]
+std::vector<std::string> split_archs(const std::string& text) {
+  std::vector<std::string> archs;
+  std::istringstream stream(text);
+  for (std::string arch; std::getline(stream, arch, ';');) archs.push_back(arch);
+  return archs;
+}
+
+std::string compiler() {
+#if defined(__clang__)
+  return std::string("Clang ") + __clang_version__;
+#elif defined(__GNUC__)
+  return std::string("GCC ") + __VERSION__;
+#elif defined(_MSC_VER)
+  return "MSVC " + std::to_string(_MSC_VER);
+#else
+  return "unknown";
+#endif
+}
+
+pybind11::dict build_info() {
+  std::optional<std::string> cuda;
+#if FA_WITH_CUDA
+  cuda = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
+#endif
+  pybind11::dict info;
+  info["version"] = FA_VERSION;
+  info["torch"] = TORCH_VERSION;
+  info["cuda"] = cuda;
+  info["archs"] = split_archs(kCudaArchs);
+  info["with_cuda"] = cuda.has_value();
+  info["with_sm90a"] = false;
+  info["compiler"] = compiler();
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.def("build_info", &build_info,
+        "What this build contains: version, torch and cuda (None without) it was built with, "
+        "archs, with_cuda, with_sm90a, compiler.");
+}
