@@ -2,7 +2,13 @@
 
 import torch
 
-from ._build import CPU_ONLY_REASON, TORCH_VERSION
+try:
+    from ._build import CPU_ONLY_REASON, TORCH_VERSION  # written by setup.py
+except ModuleNotFoundError as error:
+    raise ImportError(
+        f"{__file__} is the source folder, which has no compiled module: install the package with "
+        "`pip install .` and import it from outside the checkout"
+    ) from error
 
 
 def _same_binary(built: str, found: str) -> bool:

@@ -1,0 +1,237 @@
+"""What the compiler makes of every kernel: registers, spills, stack, shared memory, time.
+
+    python benchmarks/compile_report.py [--check] [--arch sm_80 ...] [file.cu ...]
+
+Compiles each csrc/kernels/*.cu for every arch with the flags of the build (csrc/nvcc_flags.txt).
+Needs nvcc only: no GPU, no torch. --check exits with 1 on a spill, on local memory, on double
+precision, on serialised tensor-core instructions, and on what exceeds budgets.json.
+"""
+
+import argparse
+import concurrent.futures
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Lines of ptxas that are findings whatever kernel they belong to.
+FINDINGS = ("Potential Performance Loss", "double precision", "setmaxnreg ignored")
+
+
+@dataclass
+class Kernel:
+    """One kernel on one architecture; sizes in bytes."""
+
+    name: str
+    arch: str
+    registers: int = 0
+    spill_stores: int = 0
+    spill_loads: int = 0
+    stack: int = 0
+    smem: int = 0  # static; for dynamic shared memory see tile_table
+    barriers: int = 0
+    ptxas_ms: int = 0
+
+
+@dataclass
+class Compilation:
+    """One source file, all architectures."""
+
+    source: str
+    cpu_seconds: float  # user + system of nvcc and its children: other load does not change it
+    kernels: list[Kernel]
+    findings: list[str]
+
+
+# The sizes that are chosen at run time, from the describe_* functions of kernels/launch.h.
+TILE_PROGRAM = """
+#include <cstdio>
+#include <initializer_list>
+#include "kernels/launch.h"
+int main() {
+  for (int kib : {%s})
+    for (int d : {64, 128, 256}) {
+      const fa::KernelShape s = fa::describe_fwd_sm80(d, kib << 10);
+      std::printf("fwd_sm80 %%d %%d %%d %%d %%d %%d\\n", d, kib, s.block_m, s.block_n, s.threads,
+                  s.smem_bytes);
+    }
+}
+"""
+
+
+def parse(log: str) -> tuple[list[Kernel], list[str]]:
+    """Kernels and findings in the output of `nvcc -Xptxas=-v`."""
+    kernels: list[Kernel] = []
+    findings: list[str] = []
+    arch = ""
+    for line in log.splitlines():
+        if any(text in line for text in FINDINGS):
+            # The place is a line of a temporary file: drop it, and with it the repetitions.
+            finding = re.sub(r"^ptxas .*?; ", "", line)
+            findings += [finding] if finding not in findings else []
+        if match := re.search(r"Compiling entry function .* for '(\S+)'", line):
+            arch = match.group(1)
+        if match := re.search(r"Function properties for (\S+)", line):
+            kernels.append(Kernel(match.group(1), arch))
+        elif kernels and not line.startswith("ptxas warning"):  # those name what info lines count
+            kernel = kernels[-1]
+            for field, pattern in (
+                ("stack", r"(\d+) bytes stack frame"),
+                ("spill_stores", r"(\d+) bytes spill stores"),
+                ("spill_loads", r"(\d+) bytes spill loads"),
+                ("registers", r"Used (\d+) registers"),
+                ("barriers", r"used (\d+) barriers"),
+                ("smem", r"(\d+) bytes smem"),
+            ):
+                if match := re.search(pattern, line):
+                    setattr(kernel, field, int(match.group(1)))
+            if match := re.search(r"Compile time = ([\d.]+) ms", line):
+                kernel.ptxas_ms = round(float(match.group(1)))
+    return kernels, findings
+
+
+def run_nvcc(arguments: list) -> tuple[str, float]:
+    """Runs nvcc; its output and CPU seconds. Exits with the output if it fails."""
+    with tempfile.TemporaryFile("w+") as log_file:
+        process = subprocess.Popen(arguments, stdout=log_file, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        log_file.seek(0)
+        log = log_file.read()
+    if status != 0:
+        sys.exit(f"{shlex.join(map(str, arguments))}\n{log}compile report: nvcc failed")
+    return log, usage.ru_utime + usage.ru_stime
+
+
+def compile_file(nvcc: str, source: Path, archs: list[str], output: Path) -> Compilation:
+    flags = shlex.split((ROOT / "csrc/nvcc_flags.txt").read_text(), comments=True)
+    for arch in archs:
+        flags += ["-gencode", f"arch={arch.replace('sm', 'compute')},code={arch}"]
+    command = [nvcc, "-c", "-Xptxas=-v", *flags, f"-I{ROOT / 'csrc'}", source, "-o", output]
+    log, cpu_seconds = run_nvcc(command)
+    kernels, findings = parse(log)
+    return Compilation(source.name, cpu_seconds, kernels, findings)
+
+
+def tile_table(nvcc: str, objects: list[Path], smem_limits_kib: dict, folder: Path) -> list[list]:
+    """Rows of kernel, head_dim, limit in KiB, block_m, block_n, threads, bytes of dynamic smem."""
+    program, source = folder / "tiles", folder / "tiles.cpp"
+    source.write_text(TILE_PROGRAM % ", ".join(str(kib) for kib in smem_limits_kib.values()))
+    run_nvcc([nvcc, "-std=c++17", f"-I{ROOT / 'csrc'}", source, *objects, "-o", program])
+    output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    rows = [line.split() for line in output.splitlines()]
+    return [[name, *map(int, numbers)] for name, *numbers in rows]
+
+
+def demangle(kernels: list[Kernel]) -> None:
+    """Replaces linker names by readable ones, without return type and arguments."""
+    tool = shutil.which("cu++filt") or shutil.which("c++filt")
+    if tool is None or not kernels:
+        return
+    names = "\n".join(kernel.name for kernel in kernels)
+    output = subprocess.run([tool], input=names, capture_output=True, text=True, check=True).stdout
+    for kernel, name in zip(kernels, output.splitlines(), strict=True):
+        name = re.sub(r"\(fa::(\w+)\)(\d+)", r"\1=\2", name)  # (fa::MaskMode)1 -> MaskMode=1
+        name = re.sub(r"^void ", "", name).replace("fa::", "")
+        kernel.name = re.sub(r"\(.*$", "", name)
+
+
+def violations(compilations: list[Compilation], tiles: list[list], budgets: dict) -> list[str]:
+    """What --check refuses, one line each."""
+    result = []
+    for unit in compilations:
+        result += [f"{unit.source}: {finding}" for finding in unit.findings]
+        limit = budgets["file_cpu_seconds"]
+        if unit.cpu_seconds > limit:
+            result.append(f"{unit.source}: {unit.cpu_seconds:.0f} s to compile, limit {limit}")
+        for kernel in unit.kernels:
+            where = f"{unit.source} {kernel.arch} {kernel.name}"
+            for what in ("spill_stores", "spill_loads", "stack"):
+                if size := getattr(kernel, what):
+                    result.append(f"{where}: {size} bytes of {what}")
+            matches = [key for key in budgets["registers"] if kernel.name.startswith(key)]
+            limit = budgets["registers"][max(matches, key=len)] if matches else 0
+            if kernel.registers > limit:
+                result.append(f"{where}: {kernel.registers} registers, limit {limit}")
+    for name, head_dim, kib, *_, smem_bytes in tiles:
+        if smem_bytes > kib << 10:
+            result.append(
+                f"{name} head_dim {head_dim}: {smem_bytes} bytes of shared memory, {kib} KiB"
+            )
+    return result
+
+
+def print_table(header: list[str], rows: list[list]) -> None:
+    """First column left, the others right."""
+    table = [[str(cell) for cell in row] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for first, *rest in table:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        print("  ".join([first.ljust(widths[0]), *cells]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", type=Path, help="default: all of csrc/kernels")
+    parser.add_argument("--arch", nargs="+", help="default: the archs of budgets.json")
+    parser.add_argument("--check", action="store_true", help="exit with 1 on a violation")
+    args = parser.parse_args()
+
+    budgets = json.loads((ROOT / "benchmarks/budgets.json").read_text())
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin"))) or shutil.which("nvcc")
+    if nvcc is None:
+        print("compile report: skipped, no nvcc found")
+        return 0
+    files = args.files or sorted((ROOT / "csrc/kernels").glob("*.cu"))
+    archs = args.arch or budgets["archs"]
+    with tempfile.TemporaryDirectory() as name:
+        objects = [Path(name, f"{file.stem}.o") for file in files]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(compile_file, nvcc, *job, archs, output)
+                for *job, output in zip(files, objects, strict=True)
+            ]
+            compilations = [job.result() for job in jobs]
+        # Only all files together link.
+        tiles = (
+            [] if args.files else tile_table(nvcc, objects, budgets["smem_limits_kib"], Path(name))
+        )
+
+    for unit in compilations:
+        print(f"\n{unit.source}: {unit.cpu_seconds:.1f} s of CPU time")
+        demangle(unit.kernels)
+        fields = [
+            "registers",
+            "spill_stores",
+            "spill_loads",
+            "stack",
+            "smem",
+            "barriers",
+            "ptxas_ms",
+        ]
+        rows = [[k.name, k.arch, *(getattr(k, f) for f in fields)] for k in unit.kernels]
+        print_table(["kernel", "arch", *fields], sorted(rows))
+    if tiles:
+        devices = {kib: device for device, kib in budgets["smem_limits_kib"].items()}
+        print("\nTiles and dynamic shared memory of a CTA")
+        print_table(
+            ["kernel", "head_dim", "device", "smem limit", "block_m", "block_n", "threads", "smem"],
+            [[name, d, devices[kib], kib << 10, *rest] for name, d, kib, *rest in tiles],
+        )
+
+    found = violations(compilations, tiles, budgets)
+    print(f"\n{len(files)} files, {len(found)} violations")
+    for line in found:
+        print(f"  {line}")
+    return 1 if args.check and found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
