@@ -8,7 +8,7 @@ except ModuleNotFoundError as error:
     raise ImportError(
         f"{__file__} is the source folder, which has no compiled module: install the package with "
         "`pip install .` and import it from outside the checkout"
-    ) from error
+    ) from None
 
 
 def _same_binary(built: str, found: str) -> bool:
