@@ -10,8 +10,10 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <numeric>
 #include <tuple>
-#include <vector>
+#include <type_traits>
+#include <utility>
 
 #include "checks.h"
 
@@ -19,53 +21,56 @@ namespace fa {
 namespace {
 
 // A tile of scores stays in the L2 cache, and is large enough for the GEMM to run at its best.
-constexpr int64_t kBlockM = 128;
+constexpr int64_t kBlockM = 256;
 constexpr int64_t kBlockN = 512;
 
 template <typename T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
 
-// Memory as a matrix for ATen. ATen has no const tensors; only outputs are written.
+// Memory as a matrix for ATen, which has no const tensors; only outputs are written.
 template <typename T>
-at::Tensor matrix(const T* data, int64_t rows, int64_t cols, int64_t row_stride,
-                  int64_t col_stride) {
-  return at::from_blob(const_cast<T*>(data), {rows, cols}, {row_stride, col_stride},
+at::Tensor matrix(const T* data, int64_t rows, int64_t cols, int64_t row_stride) {
+  return at::from_blob(const_cast<T*>(data), {rows, cols}, {row_stride, 1},
                        at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value));
 }
 
-// c = alpha * a @ b + beta * c. The functions of at::cpu are the CPU kernels themselves, without
-// dispatcher: threads of at::parallel_for do not inherit the caller's dispatch state.
+// The functions of at::cpu are the CPU kernels without the dispatcher, whose cost would show on
+// small tiles.
+
+// c = alpha * a @ b + beta * c
 void gemm(at::Tensor c, const at::Tensor& a, const at::Tensor& b, double alpha, double beta) {
   at::cpu::addmm_outf(c, a, b, beta, alpha, c);
 }
 
+void exp_inplace(at::Tensor x) { at::cpu::exp_(x); }
+
+// Independent partial results of a reduction, so that the compiler fills vector registers and does
+// not wait for the previous operation.
+constexpr int kLanes = 32;
+
 // Largest element that is not NaN. NaN needs no care here: it survives the exponential and shows
-// in the sum. Eight independent lanes let the compiler use vector registers.
+// in the sum.
 template <typename T>
 T row_max(const T* x, int64_t n) {
-  T lanes[8];
-  std::fill_n(lanes, 8, -kInf<T>);
+  T lanes[kLanes];
+  std::fill_n(lanes, kLanes, -kInf<T>);
   int64_t j = 0;
-  for (; j + 8 <= n; j += 8) {
-    for (int lane = 0; lane < 8; ++lane) {
-      lanes[lane] = x[j + lane] > lanes[lane] ? x[j + lane] : lanes[lane];
-    }
+  for (; j + kLanes <= n; j += kLanes) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] = x[j + i] > lanes[i] ? x[j + i] : lanes[i];
   }
   for (; j < n; ++j) lanes[0] = x[j] > lanes[0] ? x[j] : lanes[0];
-  return *std::max_element(lanes, lanes + 8);
+  return *std::max_element(lanes, lanes + kLanes);
 }
 
 template <typename T>
 T row_sum(const T* x, int64_t n) {
-  T lanes[8] = {};
+  T lanes[kLanes] = {};
   int64_t j = 0;
-  for (; j + 8 <= n; j += 8) {
-    for (int lane = 0; lane < 8; ++lane) lanes[lane] += x[j + lane];
+  for (; j + kLanes <= n; j += kLanes) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] += x[j + i];
   }
   for (; j < n; ++j) lanes[0] += x[j];
-  T sum = 0;
-  for (T lane : lanes) sum += lane;
-  return sum;
+  return std::accumulate(lanes, lanes + kLanes, T(0));
 }
 
 // bias[j] = what the mask adds to the score of key j.
@@ -97,112 +102,118 @@ void read_mask_row(const at::Tensor& mask, int64_t offset, int64_t n, T* bias) {
   }
 }
 
+// A hidden key is hidden whatever its score, NaN included.
+template <typename T>
+void add_mask(const T* bias, int64_t first, int64_t end, T* s) {
+  for (int64_t j = first; j < end; ++j) s[j] = bias[j] == -kInf<T> ? -kInf<T> : s[j] + bias[j];
+}
+
+template <typename T>
+void fill_outside(int64_t first, int64_t end, int64_t n, T* x) {
+  std::fill(x, x + first, T(0));
+  std::fill(x + end, x + n, T(0));
+}
+
 // One block of query rows against all keys that they see. T is the type of all arithmetic.
 template <typename T>
 class BlockForward {
  public:
   BlockForward(const Problem& problem, const at::Tensor& query, const at::Tensor& key,
                const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse)
-      : p_(problem),
-        query_(query),
-        key_(key),
-        value_(value),
-        out_(out),
-        lse_(lse),
-        scores_(kBlockM * kBlockN),
-        bias_(problem.mask_mode == MaskMode::kFull ? 0 : kBlockM * kBlockN),
-        acc_(kBlockM * problem.head_dim),
-        max_(kBlockM),
-        sum_(kBlockM) {}
+      : p_(problem), query_(query), key_(key), value_(value), out_(out), lse_(lse) {
+    const int64_t rows = std::min(kBlockM, problem.seqlen_q);
+    const int64_t cols = std::min(kBlockN, problem.seqlen_k);
+    const auto options = at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value);
+    scratch_ = at::empty({rows * (2 * cols + problem.head_dim + 2)}, options);
+    scores_ = scratch_.mutable_data_ptr<T>();
+    bias_ = scores_ + rows * cols;
+    acc_ = bias_ + rows * cols;
+    max_ = acc_ + rows * problem.head_dim;
+    sum_ = max_ + rows;
+  }
 
   void run(int64_t batch_idx, int64_t head_idx, int64_t m_block) {
     batch_idx_ = batch_idx;
     head_idx_ = head_idx;
-    kv_head_idx_ = head_idx / (p_.heads_q / p_.heads_k);
     row_begin_ = m_block * kBlockM;
     rows_ = std::min(kBlockM, p_.seqlen_q - row_begin_);
-    std::fill(acc_.begin(), acc_.end(), T(0));
-    std::fill(max_.begin(), max_.end(), -kInf<T>);
-    std::fill(sum_.begin(), sum_.end(), T(0));
+    std::fill_n(acc_, rows_ * p_.head_dim, T(0));
+    std::fill_n(max_, rows_, -kInf<T>);
+    std::fill_n(sum_, rows_, T(0));
 
-    // Keys outside of these bounds are visible to no row of the block.
-    const int64_t first = std::max<int64_t>(0, row_begin_ + p_.diagonal - p_.window_left);
-    const int64_t last = row_begin_ + rows_ - 1 + p_.diagonal + p_.window_right;
-    const int64_t end = std::min(p_.seqlen_k, last + 1);
-    for (int64_t n = first; n < end; n += kBlockN) step(n, std::min(kBlockN, end - n));
+    // The keys that the rows of the block see together: no other key is read.
+    const int64_t n_begin = std::max<int64_t>(0, first_visible(row_begin_));
+    const int64_t n_end = std::min(p_.seqlen_k, end_visible(row_begin_ + rows_ - 1));
+    for (int64_t n = n_begin; n < n_end; n += kBlockN) step(n, std::min(kBlockN, n_end - n));
     store();
   }
 
  private:
+  // The band: row sees the keys from first_visible(row) up to, not including, end_visible(row).
+  int64_t first_visible(int64_t row) const { return row + p_.diagonal - p_.window_left; }
+  int64_t end_visible(int64_t row) const { return row + p_.diagonal + p_.window_right + 1; }
+
   // Online softmax: takes the keys [n, n + cols) into max_, sum_ and acc_.
   void step(int64_t n, int64_t cols) {
-    const bool masked = needs_mask(n, cols);
-    if (masked && !load_bias(n, cols)) return;
+    if (p_.mask_mode == MaskMode::kTensor && !load_mask(n, cols)) return;
 
     const int64_t head_dim = p_.head_dim;
-    const T* query = query_.const_data_ptr<T>() + batch_idx_ * query_.stride(0) +
-                     head_idx_ * query_.stride(1) + row_begin_ * query_.stride(2);
-    const T* key = key_.const_data_ptr<T>() + batch_idx_ * key_.stride(0) +
-                   kv_head_idx_ * key_.stride(1) + n * key_.stride(2);
-    const T* value = value_.const_data_ptr<T>() + batch_idx_ * value_.stride(0) +
-                     kv_head_idx_ * value_.stride(1) + n * value_.stride(2);
-
-    at::Tensor scores = matrix(scores_.data(), rows_, cols, cols, 1);
-    gemm(scores, matrix(query, rows_, head_dim, query_.stride(2), 1),
-         matrix(key, head_dim, cols, 1, key_.stride(2)), p_.scale, 0);
+    const int64_t kv_head_idx = head_idx_ / (p_.heads_q / p_.heads_k);
+    const at::Tensor query = rows_of(query_, head_idx_, row_begin_, rows_);
+    const at::Tensor key = rows_of(key_, kv_head_idx, n, cols);
+    const at::Tensor value = rows_of(value_, kv_head_idx, n, cols);
+    const at::Tensor scores = matrix(scores_, rows_, cols, cols);
+    gemm(scores, query, key.t(), p_.scale, 0);
 
     for (int64_t i = 0; i < rows_; ++i) {
-      T* s = scores_.data() + i * cols;
-      if (masked) {
-        // A hidden key stays hidden whatever its score, NaN included.
-        const T* bias = bias_.data() + i * cols;
-        for (int64_t j = 0; j < cols; ++j) s[j] = bias[j] == -kInf<T> ? -kInf<T> : s[j] + bias[j];
-      }
-      const T new_max = std::max(max_[i], row_max(s, cols));
+      T* s = scores_ + i * cols;
+      const auto [first, end] = visible_columns(n, cols, i);
+      if (p_.mask_mode == MaskMode::kTensor) add_mask(bias_ + i * cols, first, end, s);
+      const T new_max = std::max(max_[i], row_max(s + first, end - first));
       // Until a row sees its first key, its maximum is -inf: shift by 0 instead, for which exp
       // gives 0, and NaN where a score is NaN.
       const T shift = new_max == -kInf<T> ? T(0) : new_max;
-      for (int64_t j = 0; j < cols; ++j) s[j] -= shift;
+      for (int64_t j = first; j < end; ++j) s[j] -= shift;
+      // Any small number does: vector libraries are slow for the exponential of -inf.
+      fill_outside(first, end, cols, s);
       const T correction = std::exp(max_[i] - shift);
       max_[i] = new_max;
       sum_[i] *= correction;
-      if (correction != T(1)) {
-        for (int64_t d = 0; d < head_dim; ++d) acc_[i * head_dim + d] *= correction;
-      }
+      for (int64_t d = 0; d < head_dim; ++d) acc_[i * head_dim + d] *= correction;
     }
-    at::cpu::exp_(scores);
-    for (int64_t i = 0; i < rows_; ++i) sum_[i] += row_sum(scores_.data() + i * cols, cols);
-
-    gemm(matrix(acc_.data(), rows_, head_dim, head_dim, 1), scores,
-         matrix(value, cols, head_dim, value_.stride(2), 1), 1, 1);
+    exp_inplace(scores);
+    for (int64_t i = 0; i < rows_; ++i) {
+      T* p = scores_ + i * cols;
+      const auto [first, end] = visible_columns(n, cols, i);
+      fill_outside(first, end, cols, p);
+      sum_[i] += row_sum(p + first, end - first);
+    }
+    gemm(matrix(acc_, rows_, head_dim, head_dim), scores, value, 1, 1);
   }
 
-  // Whether some (row, key) pair of the tile may be hidden.
-  bool needs_mask(int64_t n, int64_t cols) const {
-    const int64_t last_row = row_begin_ + rows_ - 1;
-    return p_.mask_mode == MaskMode::kTensor || n < last_row + p_.diagonal - p_.window_left ||
-           n + cols - 1 > row_begin_ + p_.diagonal + p_.window_right;
+  at::Tensor rows_of(const at::Tensor& tensor, int64_t head, int64_t row, int64_t rows) const {
+    const T* data = tensor.const_data_ptr<T>() + batch_idx_ * tensor.stride(0) +
+                    head * tensor.stride(1) + row * tensor.stride(2);
+    return matrix(data, rows, p_.head_dim, tensor.stride(2));
   }
 
-  // What mask and band add to the scores of the tile; -inf hides. Returns whether any key is
-  // visible to any row.
-  bool load_bias(int64_t n, int64_t cols) {
+  // Columns [first, end) of the tile at key n are in the band of row i of the block.
+  std::pair<int64_t, int64_t> visible_columns(int64_t n, int64_t cols, int64_t i) const {
+    const int64_t first = std::clamp<int64_t>(first_visible(row_begin_ + i) - n, 0, cols);
+    const int64_t end = std::clamp<int64_t>(end_visible(row_begin_ + i) - n, first, cols);
+    return {first, end};
+  }
+
+  // Fills bias_ with what the mask adds to the scores of the tile, inside of the band. Returns
+  // whether any row sees any key.
+  bool load_mask(int64_t n, int64_t cols) {
     bool visible = false;
     for (int64_t i = 0; i < rows_; ++i) {
-      T* bias = bias_.data() + i * cols;
-      const int64_t row = row_begin_ + i;
-      const int64_t first = std::clamp<int64_t>(row + p_.diagonal - p_.window_left - n, 0, cols);
-      const int64_t end =
-          std::clamp<int64_t>(row + p_.diagonal + p_.window_right + 1 - n, first, cols);
-      std::fill(bias, bias + first, -kInf<T>);
-      std::fill(bias + end, bias + cols, -kInf<T>);
-      if (p_.mask.defined()) {
-        const int64_t offset = batch_idx_ * p_.mask.stride(0) + head_idx_ * p_.mask.stride(1) +
-                               row * p_.mask.stride(2) + (n + first) * p_.mask.stride(3);
-        read_mask_row(p_.mask, offset, end - first, bias + first);
-      } else {
-        std::fill(bias + first, bias + end, T(0));
-      }
+      T* bias = bias_ + i * cols;
+      const auto [first, end] = visible_columns(n, cols, i);
+      const int64_t offset = batch_idx_ * p_.mask.stride(0) + head_idx_ * p_.mask.stride(1) +
+                             (row_begin_ + i) * p_.mask.stride(2) + (n + first) * p_.mask.stride(3);
+      read_mask_row(p_.mask, offset, end - first, bias + first);
       visible = visible ||
                 std::any_of(bias + first, bias + end, [](T value) { return value != -kInf<T>; });
     }
@@ -231,14 +242,16 @@ class BlockForward {
   const at::Tensor& value_;
   const at::Tensor& out_;
   const at::Tensor& lse_;
-  std::vector<T> scores_;  // [rows, cols], later the numerators of the softmax
-  std::vector<T> bias_;    // [rows, cols]
-  std::vector<T> acc_;     // [rows, head_dim]
-  std::vector<T> max_;     // [rows]
-  std::vector<T> sum_;     // [rows]
+
+  at::Tensor scratch_;  // the memory of the next five
+  T* scores_;           // [rows, cols], then the numerators of the softmax
+  T* bias_;             // [rows, cols], for MaskMode::kTensor
+  T* acc_;              // [rows, head_dim]
+  T* max_;              // [rows], of the scores so far
+  T* sum_;              // [rows], of exp(score - max) so far
+
   int64_t batch_idx_;
   int64_t head_idx_;
-  int64_t kv_head_idx_;
   int64_t row_begin_;
   int64_t rows_;
 };
