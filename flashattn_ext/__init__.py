@@ -4,7 +4,7 @@ import torch
 
 try:
     from ._build import CPU_ONLY_REASON, TORCH_VERSION  # written by setup.py
-except ModuleNotFoundError as error:
+except ModuleNotFoundError:
     raise ImportError(
         f"{__file__} is the source folder, which has no compiled module: install the package with "
         "`pip install .` and import it from outside the checkout"
