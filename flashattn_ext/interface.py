@@ -58,36 +58,43 @@ def _has_tangent(*tensors):
     )
 
 
-def _unsupported_reason(query, key, value, attn_mask, dropout_p):
-    """Why our kernels cannot compute a call, as the object of "no kernel for ...", or None.
-
-    It looks at types, dtypes, devices and the last dimension only, never at values, so that it can
-    be traced. The texts are few and carry no sizes: each of them is a warning given once. Wrong
-    arguments are not a reason; the operator refuses them with a message of its own.
-    """
+def _wrapped_reason(query, key, value):
+    """The part of _unsupported_reason for tensors that are more than a block of memory."""
     for tensor in (query, key, value):
-        kind = type(tensor)
-        if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
-            return f"tensors of type {kind.__name__}"
         if tensor.is_nested:
             return "nested tensors"
-    device = query.device
-    dtypes = _KERNEL_DTYPES.get(device.type)
+        if hasattr(type(tensor), "__tensor_flatten__"):
+            return f"tensors of type {type(tensor).__name__}"
+    return None
+
+
+def _unsupported_reason(query, key, value, attn_mask, dropout_p, device_type):
+    """Why our kernels cannot compute a call, as the object of "no kernel for ...", or None.
+
+    It looks at types, dtypes, the device and the last dimension only, never at values, so that it
+    can be traced. The texts are few and carry no sizes: each of them is a warning given once. Wrong
+    arguments are not a reason; the operator refuses them with a message of its own.
+    """
+    if query.is_nested or not (type(query) is type(key) is type(value) is torch.Tensor):
+        reason = _wrapped_reason(query, key, value)
+        if reason is not None:
+            return reason
+    dtypes = _KERNEL_DTYPES.get(device_type)
     if dtypes is None:
-        return f"{device.type} tensors"
+        return f"{device_type} tensors"
     if query.dtype not in dtypes:
-        return f"{query.dtype} on {device.type}"
-    if device.type == "cuda":
+        return f"{query.dtype} on {device_type}"
+    if device_type == "cuda":
         if CPU_ONLY_REASON is not None:
             return f"cuda tensors in a CPU-only build ({CPU_ONLY_REASON})"
-        if _below_sm80(device.index):
+        if _below_sm80(query.device.index):
             return "GPUs below compute capability 8.0"
     if dropout_p != 0.0:
         return "dropout_p other than 0"
-    head_dim = query.size(-1)
+    head_dim = query.shape[-1]
     if head_dim < 1 or head_dim > _MAX_HEAD_DIM:
         return f"a head_dim outside 1 to {_MAX_HEAD_DIM}"
-    if value.size(-1) != head_dim and key.size(-1) == head_dim:
+    if value.shape[-1] != head_dim and key.shape[-1] == head_dim:
         return "a head_dim of value other than that of query"
     if torch.is_grad_enabled() and (
         query.requires_grad
@@ -101,11 +108,13 @@ def _unsupported_reason(query, key, value, attn_mask, dropout_p):
     return None
 
 
-def _autocast(device_type, *tensors):
+def _in_autocast(device_type):
+    return device_type in _KERNEL_DTYPES and torch.is_autocast_enabled(device_type)
+
+
+def _cast(device_type, *tensors):
     """Casts as torch's autocast does for its own attention: every floating-point tensor of the
-    device but float64 ones, the additive mask included."""
-    if device_type not in _KERNEL_DTYPES or not torch.is_autocast_enabled(device_type):
-        return tensors
+    device but float64 ones, an additive mask included."""
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor.to(dtype)
@@ -192,13 +201,7 @@ def _forward_any_rank(query, key, value, attn_mask, is_causal, scale, enable_gqa
     All leading dimensions but the heads are folded into batch. Broadcasting is by strides; only
     where leading dimensions cannot be merged by strides does the fold copy, as torch's does.
     """
-    tensors = (query, key, value)
-    if min(t.dim() for t in tensors) < 2:
-        raise RuntimeError(
-            "query, key and value: must have at least 2 dimensions, got "
-            f"{query.dim()}, {key.dim()} and {value.dim()}"
-        )
-    rank = max(t.dim() for t in tensors)
+    rank = max(query.dim(), key.dim(), value.dim())
     if attn_mask is not None and attn_mask.dim() > rank:
         raise RuntimeError(
             f"attn_mask: must have at most as many dimensions as query, key and value ({rank}), "
@@ -206,8 +209,14 @@ def _forward_any_rank(query, key, value, attn_mask, is_causal, scale, enable_gqa
         )
     if not enable_gqa:
         _check_heads(query, key, value)
-    tensors = [t[(None,) * (max(rank, 3) - t.dim())] for t in tensors]
-    batch = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
+    tensors = [t[(None,) * (max(rank, 3) - t.dim())] for t in (query, key, value)]
+    try:
+        batch = torch.broadcast_shapes(*(t.shape[:-3] for t in tensors))
+    except RuntimeError as error:
+        raise RuntimeError(
+            "query, key and value: batch must be equal or broadcast, got shapes "
+            f"{tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
+        ) from error
     heads = [t.size(-3) for t in tensors]
     if not enable_gqa:
         heads = [torch.broadcast_shapes(*((h,) for h in heads))[0]] * 3
@@ -275,6 +284,9 @@ def scaled_dot_product_attention(
             names the argument, the rule and the value.
         ValueError: a causal bias together with is_causal.
     """
+    ranks = (query.dim(), key.dim(), value.dim())
+    if min(ranks) < 2:
+        raise RuntimeError(f"query, key, value: must have at least 2 dimensions, got {ranks}")
     bottom_right = False
     if attn_mask is not None:
         if isinstance(attn_mask, CausalBias):
@@ -287,21 +299,22 @@ def scaled_dot_product_attention(
             raise RuntimeError(
                 "attn_mask: explicit attn_mask should not be set when is_causal=True; got both"
             )
-    query, key, value, attn_mask = _autocast(query.device.type, query, key, value, attn_mask)
-    reason = _unsupported_reason(query, key, value, attn_mask, dropout_p)
+    device_type = query.device.type
+    if _in_autocast(device_type):
+        query, key, value, attn_mask = _cast(device_type, query, key, value, attn_mask)
+    reason = _unsupported_reason(query, key, value, attn_mask, dropout_p, device_type)
     if reason is not None:
         _warn_once("scaled_dot_product_attention", reason)
         if bottom_right:
             attn_mask = _visible_band(query.size(-2), key.size(-2), -1, 0, query.device)
             is_causal = False
         return _call_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if query.dim() == key.dim() == value.dim() == 4:
-        batch, heads = query.size(0), query.size(1)
+    if ranks == (4, 4, 4):
+        q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
         if (
-            key.size(0) == batch
-            and value.size(0) == batch
-            and key.size(1) == value.size(1)
-            and (enable_gqa or key.size(1) == heads or key.size(1) == 1)
+            q_shape[0] == k_shape[0] == v_shape[0]
+            and k_shape[1] == v_shape[1]
+            and (enable_gqa or k_shape[1] == q_shape[1] or k_shape[1] == 1)
         ):
             return ops.forward(
                 query, key, value, attn_mask, is_causal, scale, bottom_right=bottom_right
@@ -332,11 +345,14 @@ def _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slope
         )
     fits = q.dim() == k.dim() == v.dim() == 4
     if fits:
-        heads_q, heads_k = q.size(2), k.size(2)
+        batch, _, heads_q, head_dim = q.shape
+        k_batch, seqlen_k, heads_k, k_head_dim = k.shape
+        v_batch, v_seqlen, v_heads, _ = v.shape
         fits = (
-            q.size(0) == k.size(0)
-            and q.size(3) == k.size(3)
-            and k.shape[:3] == v.shape[:3]
+            batch == k_batch == v_batch
+            and seqlen_k == v_seqlen
+            and heads_k == v_heads
+            and head_dim == k_head_dim
             and (heads_q == 0 if heads_k == 0 else heads_q % heads_k == 0)
         )
     if not fits:
@@ -440,9 +456,11 @@ def flash_attn_func(
     """
     _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slopes)
     left, right = window_size
-    q, k, v = _autocast(q.device.type, q, k, v)
+    device_type = q.device.type
+    if _in_autocast(device_type):
+        q, k, v = _cast(device_type, q, k, v)
     query, key, value = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    reason = _unsupported_reason(query, key, value, None, 0.0)
+    reason = _unsupported_reason(query, key, value, None, 0.0, device_type)
     if reason is None:
         out, lse = ops.forward(
             query,

@@ -27,6 +27,12 @@ def _forward_fake(
     bottom_right=False,
 ):
     """Metadata of (out, lse): out is laid out as query, lse is (batch, heads_q, seqlen_q)."""
+    for name, tensor in (("key", key), ("value", value), ("attn_mask", attn_mask)):
+        # Beside one meta tensor, the dispatcher sends real ones here too.
+        if tensor is not None and tensor.device != query.device:
+            raise RuntimeError(
+                f"{name}: device must equal that of query ({query.device}), got {tensor.device}"
+            )
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype)
 
