@@ -27,8 +27,18 @@ if not _same_binary(TORCH_VERSION, torch.__version__):
         "reinstall it with `pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
 
-from ._C import build_info  # noqa: E402
+from . import _C  # noqa: E402
 from .interface import flash_attn_func, scaled_dot_product_attention  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = ["build_info", "flash_attn_func", "scaled_dot_product_attention"]
+
+
+def build_info() -> dict:
+    """What this build contains.
+
+    version of flashattn_ext; torch and cuda it was built with (cuda is None without); archs of the
+    kernels, as in TORCH_CUDA_ARCH_LIST; with_cuda, with_sm90a; compiler; cpu_only_reason, why there
+    are no CUDA kernels (None if there are).
+    """
+    return {**_C.build_info(), "cpu_only_reason": CPU_ONLY_REASON}
