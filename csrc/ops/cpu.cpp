@@ -21,8 +21,15 @@ namespace fa {
 namespace {
 
 // A tile of scores stays in the L2 cache, and is large enough for the GEMM to run at its best.
-constexpr int64_t kBlockM = 256;
+constexpr int64_t kMaxBlockM = 256;
 constexpr int64_t kBlockN = 512;
+
+// Query rows of a block: fewer where the problem is too small to give every thread a block.
+int64_t choose_block_m(int64_t heads, int64_t seqlen_q, int64_t threads) {
+  int64_t block_m = kMaxBlockM;
+  while (block_m > 32 && heads * ((seqlen_q + block_m - 1) / block_m) < threads) block_m /= 2;
+  return std::min(block_m, seqlen_q);
+}
 
 template <typename T>
 constexpr T kInf = std::numeric_limits<T>::infinity();
@@ -77,7 +84,7 @@ T row_sum(const T* x, int64_t n) {
 template <typename T, typename M>
 void read_mask(const M* mask, int64_t stride, int64_t n, T* bias) {
   for (int64_t j = 0; j < n; ++j) {
-    if constexpr (std::is_same_v<M, bool>) {
+    if constexpr (std::is_same_v<M, uint8_t>) {  // a bool mask
       bias[j] = mask[j * stride] ? T(0) : -kInf<T>;
     } else {
       bias[j] = static_cast<T>(mask[j * stride]);
@@ -90,7 +97,9 @@ void read_mask_row(const at::Tensor& mask, int64_t offset, int64_t n, T* bias) {
   const int64_t stride = mask.stride(3);
   switch (mask.scalar_type()) {
     case at::kBool:
-      return read_mask(mask.const_data_ptr<bool>() + offset, stride, n, bias);
+      // As bytes: a bool tensor viewed from other memory may hold more than 0 and 1.
+      return read_mask(static_cast<const uint8_t*>(mask.const_data_ptr()) + offset, stride, n,
+                       bias);
     case at::kHalf:
       return read_mask(mask.const_data_ptr<at::Half>() + offset, stride, n, bias);
     case at::kBFloat16:
@@ -119,24 +128,30 @@ template <typename T>
 class BlockForward {
  public:
   BlockForward(const Problem& problem, const at::Tensor& query, const at::Tensor& key,
-               const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse)
-      : p_(problem), query_(query), key_(key), value_(value), out_(out), lse_(lse) {
-    const int64_t rows = std::min(kBlockM, problem.seqlen_q);
+               const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
+               int64_t block_m)
+      : p_(problem),
+        query_(query),
+        key_(key),
+        value_(value),
+        out_(out),
+        lse_(lse),
+        block_m_(block_m) {
     const int64_t cols = std::min(kBlockN, problem.seqlen_k);
     const auto options = at::TensorOptions().dtype(c10::CppTypeToScalarType<T>::value);
-    scratch_ = at::empty({rows * (2 * cols + problem.head_dim + 2)}, options);
+    scratch_ = at::empty({block_m * (2 * cols + problem.head_dim + 2)}, options);
     scores_ = scratch_.mutable_data_ptr<T>();
-    bias_ = scores_ + rows * cols;
-    acc_ = bias_ + rows * cols;
-    max_ = acc_ + rows * problem.head_dim;
-    sum_ = max_ + rows;
+    bias_ = scores_ + block_m * cols;
+    acc_ = bias_ + block_m * cols;
+    max_ = acc_ + block_m * problem.head_dim;
+    sum_ = max_ + block_m;
   }
 
   void run(int64_t batch_idx, int64_t head_idx, int64_t m_block) {
     batch_idx_ = batch_idx;
     head_idx_ = head_idx;
-    row_begin_ = m_block * kBlockM;
-    rows_ = std::min(kBlockM, p_.seqlen_q - row_begin_);
+    row_begin_ = m_block * block_m_;
+    rows_ = std::min(block_m_, p_.seqlen_q - row_begin_);
     std::fill_n(acc_, rows_ * p_.head_dim, T(0));
     std::fill_n(max_, rows_, -kInf<T>);
     std::fill_n(sum_, rows_, T(0));
@@ -242,6 +257,7 @@ class BlockForward {
   const at::Tensor& value_;
   const at::Tensor& out_;
   const at::Tensor& lse_;
+  const int64_t block_m_;
 
   at::Tensor scratch_;  // the memory of the next five
   T* scores_;           // [rows, cols], then the numerators of the softmax
@@ -259,10 +275,12 @@ class BlockForward {
 template <typename T>
 void forward_blocks(const Problem& problem, const at::Tensor& query, const at::Tensor& key,
                     const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse) {
-  const int64_t m_blocks = (problem.seqlen_q + kBlockM - 1) / kBlockM;
-  const int64_t items = problem.batch * problem.heads_q * m_blocks;
+  const int64_t heads = problem.batch * problem.heads_q;
+  const int64_t block_m = choose_block_m(heads, problem.seqlen_q, at::get_num_threads());
+  const int64_t m_blocks = (problem.seqlen_q + block_m - 1) / block_m;
+  const int64_t items = heads * m_blocks;
   at::parallel_for(0, items, 1, [&](int64_t begin, int64_t end) {
-    BlockForward<T> block(problem, query, key, value, out, lse);
+    BlockForward<T> block(problem, query, key, value, out, lse, block_m);
     for (int64_t item = begin; item < end; ++item) {
       const int64_t head = item / m_blocks;
       block.run(head / problem.heads_q, head % problem.heads_q, item % m_blocks);
@@ -295,6 +313,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& query, const at
   at::Tensor out = at::empty_like(query);
   at::Tensor lse =
       at::empty({problem.batch, problem.heads_q, problem.seqlen_q}, query.options().dtype(compute));
+  if (query.numel() == 0) return {out, lse};
   const at::Tensor out_compute =
       dtype == compute ? out : at::empty(query.sizes(), query.options().dtype(compute));
   const at::Tensor q = operand(query, compute);

@@ -12,7 +12,7 @@
 #include <vector>
 
 #if FA_WITH_CUDA
-#include "../kernels/launch.h"
+#include <cuda_runtime_api.h>
 #endif
 
 TORCH_LIBRARY(fa, m) {

@@ -1,0 +1,180 @@
+// CUDA backend of fa::forward: check, allocate, fill params, launch. Runs on the current stream of
+// query's device, never waits for it and keeps nothing between calls, so a call can be captured
+// into a CUDA graph.
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <limits>
+#include <tuple>
+
+#include "../kernels/launch.h"
+#include "checks.h"
+
+namespace fa {
+namespace {
+
+void check_cuda(const at::Tensor& query, const Problem& problem) {
+  const at::ScalarType dtype = query.scalar_type();
+  TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16,
+              "query: dtype must be float16 or bfloat16 on CUDA, got ", dtype,
+              "; convert query, key and value, or use torch's scaled_dot_product_attention");
+  const auto check_int = [](const char* name, int64_t size) {
+    TORCH_CHECK(size <= std::numeric_limits<int>::max(), name, " must be below 2^31, got ", size);
+  };
+  check_int("query: batch", problem.batch);
+  check_int("query: heads", problem.heads_q);
+  check_int("query: seqlen", problem.seqlen_q);
+  check_int("key: seqlen", problem.seqlen_k);
+}
+
+void check_device(const cudaDeviceProp& device) {
+  TORCH_CHECK(device.major >= 8, "query: device must have compute capability 8.0 or newer, got ",
+              device.name, " with ", device.major, ".", device.minor,
+              "; use torch's scaled_dot_product_attention on this GPU");
+}
+
+void check_launch(cudaError_t status, const cudaDeviceProp& device) {
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // the error is reported here, not by the next call that looks for one
+  const bool no_kernel = status == cudaErrorNoKernelImageForDevice ||
+                         status == cudaErrorInvalidDeviceFunction ||
+                         status == cudaErrorUnsupportedPtxVersion;
+  TORCH_CHECK(
+      !no_kernel, "fa::forward: no kernel for ", device.name, " (sm_", device.major, device.minor,
+      ") in this build, which has ", FA_CUDA_ARCHS, " (", cudaGetErrorString(status),
+      "); reinstall flashattn_ext with TORCH_CUDA_ARCH_LIST=", device.major, ".", device.minor);
+  TORCH_CHECK(false, "fa::forward: CUDA error ", cudaGetErrorName(status), ": ",
+              cudaGetErrorString(status));
+}
+
+// A dimension of size 1 is never stepped along, and its stride may be any number.
+int64_t stride_of(const at::Tensor& tensor, int64_t dim) {
+  return tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+}
+
+// Kernels copy rows to shared memory in aligned pieces of 16 bytes, asynchronously. A view that
+// does not allow it is copied once, to rows padded to whole pieces: rare, and O(seqlen) traffic
+// beside O(seqlen^2) work, where a second, slow load path would burden every kernel.
+at::Tensor aligned_rows(const at::Tensor& tensor) {
+  constexpr int64_t kPieceBytes = 16;
+  const int64_t piece = kPieceBytes / static_cast<int64_t>(tensor.element_size());
+  const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0 &&
+                       stride_of(tensor, 0) % piece == 0 && stride_of(tensor, 1) % piece == 0 &&
+                       stride_of(tensor, 2) % piece == 0;
+  if (aligned && (tensor.size(3) == 1 || tensor.stride(3) == 1)) return tensor;
+
+  const int64_t head_dim = tensor.size(3);
+  const int64_t padded = (head_dim + piece - 1) / piece * piece;
+  at::Tensor copy =
+      at::empty({tensor.size(0), tensor.size(1), tensor.size(2), padded}, tensor.options())
+          .narrow(3, 0, head_dim);
+  copy.copy_(tensor);
+  return copy;
+}
+
+MaskDtype mask_dtype_of(const at::Tensor& mask) {
+  switch (mask.scalar_type()) {
+    case at::kBool:
+      return MaskDtype::kBool;
+    case at::kFloat:
+      return MaskDtype::kFloat32;
+    default:
+      return MaskDtype::kElement;
+  }
+}
+
+void fill_strides(const at::Tensor& tensor, int64_t* strides, int dims) {
+  for (int dim = 0; dim < dims; ++dim) strides[dim] = stride_of(tensor, dim);
+}
+
+FwdParams make_params(const Problem& problem, const at::Tensor& query, const at::Tensor& key,
+                      const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse) {
+  FwdParams params{};
+  params.query = query.const_data_ptr();
+  params.key = key.const_data_ptr();
+  params.value = value.const_data_ptr();
+  params.out = out.mutable_data_ptr();
+  params.lse = lse.mutable_data_ptr<float>();
+  fill_strides(query, params.query_stride, 3);
+  fill_strides(key, params.key_stride, 3);
+  fill_strides(value, params.value_stride, 3);
+  fill_strides(out, params.out_stride, 3);
+
+  params.batch = static_cast<int>(problem.batch);
+  params.heads_q = static_cast<int>(problem.heads_q);
+  params.heads_k = static_cast<int>(problem.heads_k);
+  params.seqlen_q = static_cast<int>(problem.seqlen_q);
+  params.seqlen_k = static_cast<int>(problem.seqlen_k);
+  params.head_dim = static_cast<int>(problem.head_dim);
+  params.scale = static_cast<float>(problem.scale);
+  params.diagonal = problem.diagonal;
+  params.window_left = problem.window_left;
+  params.window_right = problem.window_right;
+
+  params.dtype = query.scalar_type() == at::kHalf ? Dtype::kFloat16 : Dtype::kBFloat16;
+  params.mask_mode = problem.mask_mode;
+  if (problem.mask_mode == MaskMode::kTensor) {
+    params.mask = problem.mask.const_data_ptr();
+    params.mask_dtype = mask_dtype_of(problem.mask);
+    fill_strides(problem.mask, params.mask_stride, 4);
+  }
+  return params;
+}
+
+std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const at::Tensor& key,
+                                                const at::Tensor& value,
+                                                const std::optional<at::Tensor>& attn_mask,
+                                                bool is_causal, std::optional<double> scale,
+                                                int64_t window_left, int64_t window_right,
+                                                bool bottom_right) {
+  // Check.
+  const Problem problem = check_forward(query, key, value, attn_mask, is_causal, scale, window_left,
+                                        window_right, bottom_right);
+  check_cuda(query, problem);
+  const c10::cuda::CUDAGuard guard(query.device());
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  check_device(device);
+
+  // Allocate.
+  at::Tensor out = at::empty_like(query);
+  at::Tensor lse = at::empty({problem.batch, problem.heads_q, problem.seqlen_q},
+                             query.options().dtype(at::kFloat));
+  if (out.numel() == 0) return {out, lse};
+  if (problem.seqlen_k == 0) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<float>::infinity());
+    return {out, lse};
+  }
+  const at::Tensor q = aligned_rows(query);
+  const at::Tensor k = aligned_rows(key);
+  const at::Tensor v = aligned_rows(value);
+  // Kernels write whole rows; out has the strides of query, whatever they are.
+  const bool rows_fit = out.size(3) == 1 || out.stride(3) == 1;
+  const at::Tensor out_rows = rows_fit ? out : at::empty(out.sizes(), out.options());
+
+  // Fill params.
+  FwdParams params = make_params(problem, q, k, v, out_rows, lse);
+  at::Tensor mask_summary;
+  if (problem.mask_mode == MaskMode::kTensor) {
+    mask_summary = at::empty({mask_summary_bytes(params)}, query.options().dtype(at::kByte));
+    params.mask_summary = mask_summary.mutable_data_ptr<uint8_t>();
+  }
+
+  // Launch.
+  const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  if (problem.mask_mode == MaskMode::kTensor) {
+    check_launch(launch_mask_summary(params, stream), device);
+  }
+  const int smem_limit_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
+  check_launch(launch_fwd_sm80(params, smem_limit_bytes, stream), device);
+  if (!rows_fit) out.copy_(out_rows);
+  return {out, lse};
+}
+
+}  // namespace
+}  // namespace fa
+
+TORCH_LIBRARY_IMPL(fa, CUDA, m) { m.impl("forward", &fa::forward_cuda); }
