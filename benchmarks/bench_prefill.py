@@ -1,0 +1,256 @@
+"""Forward attention beside torch's SDPA backends.
+
+    python benchmarks/bench_prefill.py --out benchmarks/results/h200.json
+    python benchmarks/bench_prefill.py --quick --only grid --match D128
+    python benchmarks/bench_prefill.py --device cpu
+
+Exit code 1 if a result is wrong, or if ours refuses a problem.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import harness
+import report
+import torch
+import torch.nn.functional as F
+from harness import Candidate
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from workload import Inputs, Problem
+
+# ------------------------------------------------------------------------------------------------
+# Candidates
+
+
+def bind_ours(problem: Problem) -> Callable[[Inputs], Tensor]:
+    forward = torch.ops.fa.forward.default
+    if problem.mask in ("causal", "window"):
+        window = problem.window
+
+        def banded(x: Inputs) -> Tensor:
+            return forward(x.query, x.key, x.value, None, True, window_left=window)[0]
+
+        return banded
+
+    return lambda x: forward(x.query, x.key, x.value, x.mask)[0]
+
+
+def bind_sdpa(problem: Problem) -> Callable[[Inputs], Tensor]:
+    causal = problem.mask == "causal"
+    gqa = problem.heads_q != problem.heads_k
+
+    def call(x: Inputs) -> Tensor:
+        return F.scaled_dot_product_attention(
+            x.query, x.key, x.value, attn_mask=x.mask, is_causal=causal, enable_gqa=gqa
+        )
+
+    return call
+
+
+def sdpa_backend(name: str, label: str, backend: SDPBackend) -> Candidate:
+    return Candidate(name, label, bind_sdpa, functools.partial(sdpa_kernel, backend))
+
+
+CANDIDATES = {
+    candidate.name: candidate
+    for candidate in [
+        Candidate("ours", "ours", bind_ours),
+        sdpa_backend("fa2", "FA2 (torch)", SDPBackend.FLASH_ATTENTION),
+        sdpa_backend("cudnn", "cuDNN", SDPBackend.CUDNN_ATTENTION),
+        Candidate("sdpa", "plain SDPA", bind_sdpa),
+        sdpa_backend("efficient", "mem-efficient", SDPBackend.EFFICIENT_ATTENTION),
+    ]
+}
+DEFAULT_CANDIDATES = ["ours", "fa2", "cudnn", "sdpa"]
+
+
+# ------------------------------------------------------------------------------------------------
+# Problems
+
+
+def grid() -> list[Problem]:
+    """16384 tokens of 2048 channels, whatever the head_dim and the sequence length."""
+    return [
+        Problem("grid", "grid", 16384 // s, 2048 // d, 2048 // d, s, s, d, mask, graph=s <= 2048)
+        for d in (64, 128, 256)
+        for s in (512, 1024, 2048, 4096, 8192, 16384)
+        for mask in ("full", "causal")
+    ]
+
+
+def gpu_suites() -> dict[str, list[Problem]]:
+    half = torch.float16
+    small = functools.partial(Problem, graph=True)  # too short to time eagerly
+    return {
+        "grid": grid(),
+        "seed": [
+            small("seed", "seed1", 4, 16, 16, 1024, 1024, 128, "full", half),
+            small("seed", "seed2", 2, 16, 8, 1024, 1024, 128, "causal", half),
+            small("seed", "seed1", 4, 16, 16, 1024, 1024, 128, "full"),
+            small("seed", "seed2", 2, 16, 8, 1024, 1024, 128, "causal"),
+            small("seed", "seed2-mha", 2, 16, 16, 1024, 1024, 128, "causal"),
+        ],
+        "fp16": [
+            Problem("fp16", "grid", 4, heads, heads, 4096, 4096, d, mask, half)
+            for heads, d in ((32, 64), (16, 128), (8, 256))
+            for mask in ("full", "causal")
+        ],
+        "qwen3": [
+            small("qwen3", "qwen3-0.6b", 1, 16, 8, 512, 512, 128, "causal"),
+            small("qwen3", "qwen3-0.6b", 1, 16, 8, 2048, 2048, 128, "causal"),
+            Problem("qwen3", "qwen3-0.6b", 1, 16, 8, 4096, 4096, 128, "causal"),
+            Problem("qwen3", "qwen3-0.6b", 1, 16, 8, 32768, 32768, 128, "causal"),
+            Problem("qwen3", "qwen3-8b", 1, 32, 8, 8192, 8192, 128, "causal"),
+        ],
+        "odd": [
+            small("odd", "chunk", 1, 32, 8, 512, 8192, 128, "full"),
+            Problem("odd", "cross", 2, 16, 16, 1000, 3000, 128, "full"),
+            Problem("odd", "d96", 4, 16, 16, 4096, 4096, 96, "causal"),
+        ],
+        "mask": [
+            Problem("mask", "padded", b, 16, 16, s, s, 128, mask)
+            for b, s in ((4, 2048), (1, 8192))
+            for mask in ("bool", "lowest", "-inf")
+        ],
+        "window": [Problem("window", "window", 2, 16, 16, 8192, 8192, 128, "window", window=1023)],
+    }
+
+
+def cpu_suites(quick: bool) -> dict[str, list[Problem]]:
+    heads, length = (2, 96) if quick else (8, 2048)
+    single = functools.partial(Problem, dtype=torch.float32)
+    return {
+        "cpu": [
+            single("cpu", "cpu", 1, heads, heads, length, length, 64, "full"),
+            single("cpu", "cpu", 1, heads, heads, length, length, 64, "causal"),
+            single("cpu", "cpu-gqa", 1, heads, heads // 2, length, length, 64, "causal"),
+            single("cpu", "padded", 1, heads, heads, length, length, 64, "bool"),
+        ]
+    }
+
+
+# ------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=default_device)
+    parser.add_argument("--quick", action="store_true", help="few, short samples; noisy")
+    parser.add_argument("--only", help="suites to run, comma-separated (default: all)")
+    parser.add_argument("--match", default="", help="only problems whose label contains this")
+    parser.add_argument(
+        "--candidates",
+        default=",".join(DEFAULT_CANDIDATES),
+        help=f"comma-separated, of {', '.join(CANDIDATES)} (default: %(default)s)",
+    )
+    parser.add_argument("--samples", type=int, help="samples per candidate and problem, at least 2")
+    parser.add_argument(
+        "--out", type=Path, default="prefill.json", help="result file (default: %(default)s)"
+    )
+    parser.add_argument("--commit", help="commit to note in the result, outside a git checkout")
+    options = parser.parse_args(arguments)
+
+    gpu = options.device.type == "cuda"
+    suites = gpu_suites() if gpu else cpu_suites(options.quick)
+    chosen = options.only.split(",") if options.only else list(suites)
+    for suite in chosen:
+        if suite not in suites:
+            parser.error(f"--only: must be of {', '.join(suites)}, got {suite}")
+    names = options.candidates.split(",")
+    for name in names:
+        if name not in CANDIDATES:
+            parser.error(f"--candidates: must be of {', '.join(CANDIDATES)}, got {name}")
+    options.problems = [p for s in chosen for p in suites[s] if options.match in p.label()]
+    if not options.problems:
+        parser.error(f"--match: must be part of a problem's label, got {options.match}")
+    options.chosen = [CANDIDATES[name] for name in names]
+    options.settings = harness.QUICK if options.quick else harness.Settings()
+    if options.samples is not None:
+        if options.samples < 2:
+            parser.error(f"--samples: must be at least 2, got {options.samples}")
+        options.settings = replace(options.settings, samples=options.samples)
+    return options
+
+
+def describe(row: dict, result: dict) -> str:
+    """One line for the terminal."""
+    rates = report.speeds(row, result["environment"]["device"])
+    parts = [f"{row['label']:44} {row['mode']:6}"]
+    for name, label in result["labels"].items():
+        wrong = "wrong" in row["results"][name]
+        parts.append(f"{label} {'WRONG' if wrong else report.number(rates.get(name))}")
+    if report.FA3 in rates:
+        parts.append(f"{report.FA3_LABEL} {report.number(rates[report.FA3])}")
+    parts.append(f"| ours/FA2 {report.number(report.speedup(rates, 'fa2'), 3)}")
+    return "  ".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    device, settings, start = options.device, options.settings, time.perf_counter()
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    environment = harness.environment(device)
+    if options.commit:
+        environment["commit"] = options.commit
+    if CANDIDATES["ours"] in options.chosen:
+        import flashattn_ext
+
+        environment["flashattn_ext"] = flashattn_ext.build_info()
+
+    environment["gpu_before"] = harness.gpu_state(device)
+    environment["gpu_loaded"] = harness.settle(device)
+    dtypes = dict.fromkeys(problem.dtype for problem in options.problems)
+    result = {
+        "schema": harness.SCHEMA,
+        "benchmark": "prefill",
+        "labels": {candidate.name: candidate.label for candidate in options.chosen},
+        "environment": environment,
+        "settings": asdict(settings),
+        "ceilings": harness.ceilings(dtypes, device, settings),
+        "ceilings_after": {},
+        "rows": [],
+    }
+    progress = harness.Progress(len(options.problems))
+    for problem in options.problems:
+        row = harness.run_problem(problem, options.chosen, device, settings)
+        result["rows"].append(row)
+        harness.write_result(options.out, result)
+        progress.advance(describe(row, result))
+    progress.close()
+    result["ceilings_after"] = harness.ceilings(dtypes, device, settings)
+    environment["gpu_after"] = harness.settle(device, least_seconds=0.2)
+    harness.write_result(options.out, result)
+
+    print(f"\nceilings {result['ceilings']}, after {result['ceilings_after']}")
+    if any(row["suite"] == "grid" for row in result["rows"]):
+        print(report.grid_table(result))
+    failures = [
+        f"{row['label']}: {result['labels'][name]}: {reason}"
+        for row in result["rows"]
+        for name, r in row["results"].items()
+        if (reason := r.get("wrong") or (name == "ours" and r.get("error")))
+    ]
+    count, seconds = len(result["rows"]), time.perf_counter() - start
+    print(f"{count} problems, {len(failures)} failures, {seconds:.0f} s -> {options.out}")
+    for line in failures:
+        print(f"FAILED {line}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,521 @@
+"""The benchmarks: work models, checks, timing, reports. Runs on the CPU in seconds."""
+
+import contextlib
+import json
+import math
+import shutil
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import bench_prefill  # noqa: E402
+import compare  # noqa: E402
+import harness  # noqa: E402
+import report  # noqa: E402
+import workload  # noqa: E402
+from workload import Problem  # noqa: E402
+
+CPU = torch.device("cpu")
+TINY = harness.Settings(samples=4, sample_ms=0.01, warmup_ms=0.01, reruns=0)
+MASKS = ["full", "causal", "window", "bool", "lowest", "-inf"]
+
+
+def tiny(mask="causal", dtype=torch.float32, **sizes):
+    sizes = dict(batch=2, heads_q=4, heads_k=2, seqlen_q=40, seqlen_k=40, head_dim=16) | sizes
+    return Problem("tiny", "tiny", **sizes, mask=mask, dtype=dtype, window=7)
+
+
+# Work models
+
+
+@pytest.mark.parametrize("left", [-1, 0, 3, 100])
+@pytest.mark.parametrize("right", [-1, 0, 2, 100])
+@pytest.mark.parametrize("lengths", [(1, 1), (5, 9), (9, 5), (16, 16)])
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_kept_pairs_match_brute_force(left, right, lengths, bottom_right):
+    seqlen_q, seqlen_k = lengths
+    diagonal = seqlen_k - seqlen_q if bottom_right else 0
+    expected = sum(
+        (left < 0 or j >= i + diagonal - left) and (right < 0 or j <= i + diagonal + right)
+        for i in range(seqlen_q)
+        for j in range(seqlen_k)
+    )
+    assert workload.kept_pairs(seqlen_q, seqlen_k, left, right, bottom_right) == expected
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", [(40, 40), (24, 40), (40, 24)])
+def test_useful_flops_count_the_pairs_of_the_mask(mask, lengths):
+    problem = tiny(mask, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    pairs = workload.visible(problem, torch.arange(problem.seqlen_q)).sum().item()
+    assert 0 < pairs <= lengths[0] * lengths[1]
+    assert workload.useful_flops(problem) == 4 * 2 * 4 * pairs * 16
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_least_bytes_is_the_size_of_the_tensors(mask):
+    problem = tiny(mask, dtype=torch.bfloat16)
+    x = workload.input_sets(problem, CPU)[0]
+    tensors = [x.query, x.key, x.value, torch.empty_like(x.query)]
+    if mask in ("bool", "lowest", "-inf"):  # a window needs no mask in memory
+        tensors.append(x.mask)
+    expected = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert workload.least_bytes(problem) == expected
+
+
+def test_roofline_share():
+    row = {"dtype": "float32", "flops": 2e9, "bytes": 4e6}
+    row["results"] = {"ours": {"median_us": 1000.0}}
+    rates = {"gemm_float32_tflops": 4.0, "copy_gbs": 100.0}  # floors: 500 us and 40 us
+    assert harness.roofline_share(row, "ours", rates) == pytest.approx(0.5)
+    assert harness.roofline_share(row, "ours", rates | {"copy_gbs": 5.0}) == pytest.approx(0.8)
+    assert harness.roofline_share(row, "fa2", rates) is None
+    assert harness.roofline_share(row, "ours", {}) is None
+
+
+# Inputs and reference
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_reference_is_attention_over_the_visible_keys(mask):
+    problem = tiny(mask)
+    x = workload.input_sets(problem, CPU)[0]
+    assert x.query.stride() == (40 * 4 * 16, 16, 4 * 16, 1)  # laid out as (B, S, H, D)
+    assert x.key.stride() == (40 * 2 * 16, 16, 2 * 16, 1)
+    reference = workload.Reference.of(problem, x)
+    unseen = 5 if problem.padding else 0
+    assert reference.rows.tolist() == list(range(unseen, 40))
+
+    key, value = (t.repeat_interleave(2, dim=1).double() for t in (x.key, x.value))
+    scores = x.query.double() @ key.transpose(2, 3) / 4
+    if x.mask is None:
+        bias = torch.zeros(40, 40, dtype=torch.float64)
+        bias[torch.ones(40, 40).triu(1).bool() & (mask == "causal")] = -math.inf
+    elif x.mask.dtype == torch.bool:
+        bias = torch.zeros(x.mask.shape, dtype=torch.float64).masked_fill(~x.mask, -math.inf)
+    else:
+        assert x.mask.dtype == torch.float32
+        bias = x.mask.double()
+    expected = (torch.softmax(scores + bias, -1) @ value)[:, :, unseen:]
+    torch.testing.assert_close(reference.out, expected.float(), atol=1e-5, rtol=1e-5)
+
+    out = torch.cat([torch.full_like(x.query[:, :, :unseen], math.nan), expected], 2).float()
+    assert reference.error_share(out) < 0.1
+    out[1, 2, 30, 3] += 1e-3
+    assert reference.error_share(out) > 1
+    out[1, 2, 30, 3] = math.nan
+    assert math.isnan(reference.error_share(out))
+
+
+def test_long_problem_checks_the_first_and_the_last_row():
+    problem = tiny(seqlen_q=1000, seqlen_k=1000)
+    rows = workload.Reference.of(problem, workload.input_sets(problem, CPU)[0]).rows
+    assert len(rows) == 256 and rows[0] == 0 and rows[-1] == 999
+
+
+# Timing
+
+
+def test_measure_interleaves_and_leaves_the_context_out_of_the_time():
+    log = []
+
+    @contextlib.contextmanager
+    def slow_context():
+        time.sleep(0.1)
+        yield
+        time.sleep(0.1)
+
+    def launcher(name, seconds):
+        def launch(i):
+            log.append((name, i))
+            time.sleep(seconds)
+
+        return launch
+
+    calls = {
+        "a": harness.Call(slow_context, launcher("a", 0.002), sets=2),
+        "b": harness.Call(contextlib.nullcontext, launcher("b", 0.006)),
+    }
+    settings = harness.Settings(samples=4, sample_ms=1.0, warmup_ms=1.0, reruns=0)
+    timings, failures = harness.measure(calls, CPU, settings)
+    assert failures == {}
+    assert timings["a"].launches == 2 and timings["b"].launches == 1
+    assert log[-6:] == [("a", 0), ("a", 1), ("b", 0)] * 2
+    assert timings["a"].samples == timings["b"].samples == 4
+    for name, low in (("a", 2e3), ("b", 6e3)):
+        assert timings[name].q1_us <= timings[name].median_us <= timings[name].q3_us
+        assert low <= timings[name].q1_us < 50e3
+
+
+def test_measure_takes_noisy_samples_again(monkeypatch):
+    quiet, noisy = [1.0] * 5, [1.0, 1.0, 20.0, 1.0, 20.0]  # the first of each is warm-up
+    trial, first_round = [[1.0]], [[1.0]]
+    script = iter([trial, first_round, [noisy], [quiet], [noisy]])
+    monkeypatch.setattr(harness, "_time_rounds", lambda *arguments: next(script))
+    calls = {"a": harness.Call(contextlib.nullcontext, lambda i: None)}
+    settings = harness.Settings(samples=4, sample_ms=1.0, warmup_ms=1.0, reruns=2)
+    timings, _ = harness.measure(calls, CPU, settings)
+    assert (timings["a"].q1_us, timings["a"].q3_us) == (500.0, 500.0)  # two launches a sample
+    assert next(script) == [noisy]  # was not asked for
+
+
+def test_measure_reports_a_call_that_fails():
+    def refuse(i):
+        raise RuntimeError("head_dim must be even\nmore")
+
+    calls = {
+        "bad": harness.Call(contextlib.nullcontext, refuse),
+        "good": harness.Call(contextlib.nullcontext, lambda i: None),
+    }
+    timings, failures = harness.measure(calls, CPU, TINY)
+    assert list(timings) == ["good"]
+    assert failures == {"bad": "head_dim must be even"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_measure_on_a_gpu_eager_and_graph():
+    device = torch.device("cuda")
+    a = torch.randn(2, 1024, 1024, device=device)
+    out = torch.empty_like(a[0])
+    calls = {"mm": harness.Call(contextlib.nullcontext, lambda i: torch.mm(a[i], a[i], out=out), 2)}
+    eager, failures = harness.measure(calls, device, harness.QUICK)
+    assert failures == {}
+    graph, failures = harness.measure(calls, device, harness.QUICK, graph=True)
+    assert failures == {}
+    assert graph["mm"].launches % 2 == 0
+    # 2.1 GFLOP: a time below 2 us would be more than 1000 TFLOPS in fp32
+    assert 2 < graph["mm"].median_us <= 1.2 * eager["mm"].median_us
+    if shutil.which("nvidia-smi"):
+        assert harness.settle(device, 0.1, 0.5)["sm_mhz"].isdigit()
+
+
+def test_gpu_state_is_that_of_the_device(monkeypatch):
+    def read(lines):
+        code = f"print({lines!r})"
+        query = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        return harness._read_gpu_query(query, torch.device("cuda"))
+
+    properties = types.SimpleNamespace(uuid="12-ab")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    other = "GPU-34-cd, 580.1, 345, 3201, 70.1, 700.00, 30"
+    ours = "GPU-12-ab, 580.1, 1755, 3201, 690.25, 700.00, 61"
+    state = read(f"{other}\n{ours}")
+    assert (state["driver"], state["sm_mhz"], state["power_w"]) == ("580.1", "1755", "690.25")
+    assert read(other) == read("") == read("Field is not valid") == {}
+
+
+@pytest.mark.parametrize("with_tqdm", [True, False])
+def test_progress_bar_on_a_terminal(with_tqdm, capsys, monkeypatch):
+    if with_tqdm:
+        pytest.importorskip("tqdm")
+    else:
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    progress = harness.Progress(2)
+    for line in ("first", "second"):
+        progress.advance(line)
+    progress.close()
+    printed = capsys.readouterr()
+    assert "first" in printed.out and "second" in printed.out
+    assert "2/2" in printed.err
+
+
+def test_progress_is_plain_lines_elsewhere(capsys):
+    progress = harness.Progress(1)
+    progress.advance("only")
+    progress.close()
+    assert capsys.readouterr() == ("only\n", "")
+
+
+# The benchmark end to end
+
+
+def test_bench_prefill_runs_on_the_cpu(tmp_path, capsys):
+    out = tmp_path / "cpu.json"
+    arguments = ["--device", "cpu", "--quick", "--out", str(out), "--commit", "abc"]
+    assert bench_prefill.main([*arguments, "--candidates", "ours,fa2,cudnn,sdpa"]) == 0
+    result = harness.read_result(out)
+    assert result["environment"]["commit"] == "abc"
+    assert result["environment"]["torch"] == torch.__version__
+    assert result["ceilings"]["gemm_float32_tflops"] > 0 and result["ceilings"]["copy_gbs"] > 0
+    assert len(result["rows"]) == 4
+    for row in result["rows"]:
+        for name in ("ours", "fa2", "sdpa"):
+            r = row["results"][name]
+            assert 0 <= r["error_share"] <= 1 and r["samples"] == harness.QUICK.samples
+            assert r["tflops"] == pytest.approx(row["flops"] / r["median_us"] * 1e-6, abs=1e-4)
+        assert "backend" in row["results"]["cudnn"]["error"]  # refused on the CPU
+    assert "4 problems, 0 failures" in capsys.readouterr().out
+    assert "| cpu B1 H2 S96 D64 causal fp32" in report.full_block(result)
+
+
+def test_bench_prefill_fails_on_a_wrong_result_and_does_not_time_it(tmp_path, monkeypatch, capsys):
+    def bind(problem):
+        return lambda x: torch.zeros_like(x.query)
+
+    wrong = harness.Candidate("fa2", "zeros", bind)
+    monkeypatch.setitem(bench_prefill.CANDIDATES, "fa2", wrong)
+    monkeypatch.setattr(harness, "ceilings", lambda *arguments: {})
+    out = tmp_path / "r.json"
+    arguments = ["--device", "cpu", "--quick", "--match", "causal", "--out", str(out)]
+    assert bench_prefill.main([*arguments, "--candidates", "fa2,sdpa"]) == 1
+    row = json.loads(out.read_text())["rows"][0]
+    assert "times the tolerance" in row["results"]["fa2"]["wrong"]
+    assert "median_us" not in row["results"]["fa2"] and "median_us" in row["results"]["sdpa"]
+    printed = capsys.readouterr()
+    assert "zeros WRONG" in printed.out and "FAILED cpu B1 H2 S96 D64 causal" in printed.err
+
+
+def test_bench_prefill_fails_when_ours_refuses(tmp_path, monkeypatch, capsys):
+    def refuse(x):
+        raise RuntimeError("query: must be even")
+
+    monkeypatch.setattr(harness, "ceilings", lambda *arguments: {})
+    for name in ("ours", "sdpa"):
+        refusing = harness.Candidate(name, name, lambda problem: refuse)
+        monkeypatch.setitem(bench_prefill.CANDIDATES, name, refusing)
+    arguments = ["--device", "cpu", "--quick", "--match", "bool", "--out", str(tmp_path / "r.json")]
+    assert bench_prefill.main([*arguments, "--candidates", "fa2,sdpa"]) == 0
+    assert bench_prefill.main([*arguments, "--candidates", "ours,fa2"]) == 1
+    assert "ours: query: must be even" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--only", "nothing"], ["--candidates", "ours,x"], ["--match", "D7"]]
+)
+def test_bench_prefill_refuses_unknown_names(arguments, capsys):
+    with pytest.raises(SystemExit):
+        bench_prefill.parse_arguments(["--device", "cpu", *arguments])
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_label_tells_problems_apart():
+    problems = [p for suite in bench_prefill.gpu_suites().values() for p in suite]
+    labels = [p.label() for p in problems]
+    assert len(set(labels)) == len(labels)
+    assert "cross B2 H16 S1000x3000 D128 full bf16" in labels
+    assert "seed2 B2 H16/8 S1024 D128 causal fp16" in labels
+    assert "window B2 H16 S8192 D128 window 1024 bf16" in labels
+
+
+def test_grid_and_seed_shapes():
+    suites = bench_prefill.gpu_suites()
+    assert len(suites["grid"]) == 36
+    for p in suites["grid"]:
+        assert p.batch * p.seqlen_q == 16384 and p.heads_q * p.head_dim == 2048
+    seeds = {(*(getattr(p, f) for f in report.SHAPE), p.mask, p.dtype) for p in suites["seed"]}
+    assert (2, 16, 8, 1024, 1024, 128, "causal", torch.float16) in seeds
+    assert (4, 16, 16, 1024, 1024, 128, "full", torch.float16) in seeds
+
+
+def test_every_ratio_of_fa3_belongs_to_a_problem_and_the_grid_is_complete():
+    _, ratios = report.peer_ratios()
+    problems = {
+        (*(getattr(p, f) for f in report.SHAPE), p.mask, str(p.dtype).removeprefix("torch."))
+        for suite in bench_prefill.gpu_suites().values()
+        for p in suite
+    }
+    assert set(ratios) <= problems
+    assert sum(key[-1] == "bfloat16" for key in ratios if key[0] * key[3] == 16384) >= 36
+    assert all(0.5 < ratio < 2 for ratio in ratios.values())
+
+
+# Reports
+
+
+def synthetic(device="NVIDIA H200", slowdown=1.0):
+    """Two cells of the grid and one other problem; ours is 1.2 and 1.5 times as fast as FA2."""
+    rows = []
+    for problem, us in (
+        (Problem("grid", "grid", 4, 16, 16, 4096, 4096, 128, "full"), 1500.0),
+        (Problem("grid", "grid", 4, 16, 16, 4096, 4096, 128, "causal"), 1200.0),
+        (Problem("mask", "padded", 4, 16, 16, 2048, 2048, 128, "bool"), 900.0),
+    ):
+        times = {"ours": us * slowdown, "fa2": 1800.0, "cudnn": 1000.0}
+        flops = workload.useful_flops(problem)
+        row = {"label": problem.label()}
+        row |= {f: getattr(problem, f) for f in ("suite", "name", *report.SHAPE, "mask", "window")}
+        row |= {"dtype": "bfloat16", "mode": "events", "flops": flops}
+        row |= {"bytes": workload.least_bytes(problem), "input_sets": 1}
+        row["results"] = {
+            name: {
+                "error_share": 0.25,
+                "median_us": t,
+                "q1_us": t * 0.99,
+                "q3_us": t * 1.01,
+                "samples": 30,
+                "launches": 2,
+                "tflops": flops / t * 1e-6,
+            }
+            for name, t in times.items()
+        }
+        rows.append(row)
+    rows[2]["results"]["fa2"] = {"error": "No available kernel"}
+    return {
+        "schema": harness.SCHEMA,
+        "benchmark": "prefill",
+        "labels": {"ours": "ours", "fa2": "FA2 (torch)", "cudnn": "cuDNN"},
+        "environment": {
+            "device": device,
+            "torch": "2.11.0",
+            "cudnn": "9.19.0",
+            "commit": "0123456789abcdef",
+            "dirty": False,
+            "date": "2026-01-01 00:00 UTC",
+            "gpu_loaded": {
+                "driver": "580.1",
+                "sm_mhz": "1500",
+                "power_w": "690",
+                "power_limit_w": "700",
+            },
+        },
+        "settings": {},
+        "ceilings": {"gemm_bfloat16_tflops": 700.0, "copy_gbs": 4300.0},
+        "ceilings_after": {"gemm_bfloat16_tflops": 690.0, "copy_gbs": 4300.0},
+        "rows": rows,
+    }
+
+
+def cells(text, first):
+    """The cells of the line of a Markdown table that starts with `first`."""
+    line = next(line for line in text.splitlines() if line.startswith(f"| {first} "))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_grid_table_numbers():
+    text = report.grid_table(synthetic())
+    heads = cells(text, "grid (cells)")
+    assert heads[1:] == [
+        *("ours", "FA2 (torch)", "cuDNN", "FA3 (by ratio)"),
+        *("ours/FA2", "min", "ours/best", "min"),
+    ]
+    full = cells(text, "D128 full (1)")
+    flops = 4 * 4 * 16 * 4096**2 * 128
+    assert full[1:4] == [f"{flops / us * 1e-6:.0f}" for us in (1500, 1800, 1000)]
+    ratio = report.peer_ratios()[1][4, 16, 16, 4096, 4096, 128, "full", "bfloat16"]
+    assert full[4] == f"{flops / 1000 * 1e-6 * ratio:.0f}"
+    assert full[5:7] == ["1.20", "1.20"]
+    assert full[7] == f"{1000 / 1500 / ratio:.2f}"  # FA3 by ratio is the best here
+    assert cells(text, "all (2)")[5:7] == [f"{math.sqrt(1.2 * 1.5):.2f}", "1.20"]
+
+
+def test_row_table_shows_refusals_as_dashes():
+    row = cells(report.summary_block(synthetic()), "padded B4 H16 S2048 D128 bool bf16")
+    assert row[2] == "-" and row[4] == "-" and row[5] == "-"
+    assert row[6] == "1.11"  # ours/best: 1000 us of cuDNN over our 900
+
+
+def test_fa3_is_shown_only_for_the_gpu_of_its_ratios():
+    assert report.FA3_LABEL in report.summary_block(synthetic())
+    assert report.FA3_LABEL not in report.summary_block(synthetic(device="NVIDIA L4"))
+
+
+def test_noise_table_has_spread_and_roofline():
+    text = report.noise_table(synthetic())
+    assert text in report.full_block(synthetic())
+    row = cells(text, "grid B4 H16 S4096 D128 full bf16")
+    flops = 4 * 4 * 16 * 4096**2 * 128
+    assert row[1:4] == ["events", "1500.0", "2.0 %"]
+    assert row[5] == f"{100 * flops / 700e6 / 1500:.0f} %"
+    assert row[6] == "0.25"
+
+
+def test_generated_blocks_are_checked_and_updated(tmp_path, capsys, monkeypatch):
+    results = tmp_path / "results"
+    results.mkdir()
+    monkeypatch.setattr(report, "RESULTS", results)
+    page = tmp_path / "README.md"
+    frame = "before\n<!-- benchmark summary h200.json -->\n{}<!-- end benchmark -->\nafter\n"
+    page.write_text(frame.format("old numbers\n"))
+    assert report.main(["check", str(page)]) == 1
+    assert report.main(["update", str(page)]) == 0
+    assert page.read_text() == frame.format("Not measured yet.\n")
+
+    harness.write_result(results / "h200.json", synthetic())
+    assert report.main(["check", str(page)]) == 1
+    assert report.main(["update", str(page)]) == 0
+    assert report.main(["check", str(page)]) == 0
+    assert page.read_text() == frame.format(report.summary_block(synthetic()) + "\n")
+    harness.write_result(results / "h200.json", synthetic(slowdown=1.01))
+    assert report.main(["check", str(page)]) == 1
+    assert "README.md: differs" in capsys.readouterr().out
+
+    page.write_text("no block\n")
+    with pytest.raises(RuntimeError, match="generated block"):
+        report.stale_files([page])
+
+
+def test_result_file_round_trip(tmp_path):
+    path = tmp_path / "r.json"
+    harness.write_result(path, synthetic())
+    assert harness.read_result(path) == synthetic()
+    lines = [line for line in path.read_text().splitlines() if '"mask"' in line]
+    assert len(lines) == 3  # a row a line
+    harness.write_result(path, synthetic() | {"rows": []})
+    assert harness.read_result(path)["rows"] == []
+    path.write_text('{"schema": 99}')
+    with pytest.raises(RuntimeError, match="schema must be"):
+        harness.read_result(path)
+
+
+def test_plot(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures = []
+    savefig = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *a, **kw: figures.append(self) or savefig(self, *a, **kw)
+    )
+    path = tmp_path / "plot.png"
+    result = synthetic()
+    report.plot(result, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    full, causal = figures[0].axes
+    assert [len(axis.lines) for axis in (full, causal)] == [4, 4]
+    shown = {tuple(line.get_xydata()[0]) for line in full.lines}
+    assert shown == {
+        (4096, rate) for rate in report.speeds(result["rows"][0], "NVIDIA H200").values()
+    }
+    assert full.get_ylim()[0] == 0 and full.get_ylim()[1] > max(rate for _, rate in shown)
+    assert full.get_ylabel() == "TFLOPS" and causal.get_xlabel() == "sequence length"
+    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert legend == ["ours", "FA2 (torch)", "cuDNN", "FA3 (by ratio)"]
+    only_others = synthetic()
+    del only_others["rows"][:2]
+    with pytest.raises(RuntimeError, match="rows of the grid"):
+        report.plot(only_others, path)
+
+
+@pytest.mark.parametrize("slowdown, slower", [(1.0, 0), (1.045, 0), (1.06, 3), (0.9, 0)])
+def test_compare_flags_slowdowns_beyond_noise(tmp_path, capsys, slowdown, slower):
+    """Noise of the synthetic samples is 2 %, so that 5 % is the limit."""
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    harness.write_result(before, synthetic())
+    harness.write_result(after, synthetic(slowdown=slowdown))
+    assert compare.main([str(before), str(after)]) == (slower > 0)
+    text = capsys.readouterr().out
+    assert text.count("SLOWER") == slower and f"{slower} slower by more than 3 %" in text
+    assert text.count("faster") == (3 if slowdown == 0.9 else 0)
+    assert cells(text, "geometric mean")[3] == f"{slowdown:.3f}"
+
+
+def test_compare_relative_to_another_candidate():
+    before, after = synthetic(), synthetic()
+    for row in after["rows"]:  # a slower GPU
+        for r in row["results"].values():
+            for field in ("median_us", "q1_us", "q3_us"):
+                r[field] = r.get(field, 0.0) * 1.3
+    text, slower = compare.compare(before, after, "ours", "cudnn")
+    assert slower == [] and cells(text, "geometric mean")[3] == "1.000"
+    assert len(compare.compare(before, after, "ours", None)[1]) == 3
+    with pytest.raises(RuntimeError, match="share a problem"):
+        compare.compare(before, after, "sdpa", None)
