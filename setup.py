@@ -17,7 +17,7 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, C
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = "8.0+PTX;9.0a"  # the PTX carries every newer GPU
-GIB_PER_JOB = 3  # a compiler on torch's headers, or nvcc on a kernel file
+GIB_PER_JOB = 2  # a compiler on the headers of torch takes under 1 GiB, nvcc on a kernel file more
 
 
 def why_cpu_only() -> str | None:
@@ -29,6 +29,9 @@ def why_cpu_only() -> str | None:
     nvcc = Path(CUDA_HOME or "/nonexistent", "bin", "nvcc")
     if not nvcc.is_file():
         return f"no nvcc found (CUDA_HOME is {CUDA_HOME})"
+    for header in ("cuda_runtime_api.h", "cublas_v2.h", "cusparse.h", "cusolverDn.h"):  # for ATen
+        if not Path(CUDA_HOME, "include", header).is_file():
+            return f"the CUDA toolkit in {CUDA_HOME} has no {header}"
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     release = re.search(r"release (\d+)\.(\d+)", version).group(0).split()[1]
     if release.split(".")[0] != torch.version.cuda.split(".")[0]:
@@ -38,7 +41,7 @@ def why_cpu_only() -> str | None:
 
 def arch_list() -> str:
     """TORCH_CUDA_ARCH_LIST with our default; torch turns it into -gencode flags."""
-    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS
+    archs = (os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS).strip().replace(" ", ";")
     os.environ["TORCH_CUDA_ARCH_LIST"] = archs
     for version in re.findall(r"\d+\.\d+", archs):
         if float(version) < 8.0:
