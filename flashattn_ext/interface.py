@@ -165,9 +165,10 @@ def _call_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enabl
         value,
         attn_mask=attn_mask,
         dropout_p=dropout_p,
-        is_causal=is_causal,
+        # While tracing, these may be comparisons of symbolic sizes; torch takes plain ones only.
+        is_causal=True if is_causal else False,  # noqa: SIM210
         scale=scale,
-        enable_gqa=enable_gqa,
+        enable_gqa=True if enable_gqa else False,  # noqa: SIM210
     )
 
 

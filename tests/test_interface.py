@@ -1,0 +1,833 @@
+"""The public functions: torch's meaning and errors, flash-attn's meaning, calls left to torch."""
+
+import contextlib
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from reference import attention_low, attention_ref, error_bound, visible_band
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashattn_ext
+from flashattn_ext import flash_attn_func, interface, scaled_dot_product_attention
+
+torch_sdpa = F.scaled_dot_product_attention
+
+
+def randn(*shape, device="cpu", dtype=torch.float16):
+    return torch.randn(shape, device=device, dtype=dtype)
+
+
+def qkv(device, dtype=torch.float16, *, q=(2, 4, 9, 16), k=(2, 4, 13, 16), v=None):
+    return [randn(*shape, device=device, dtype=dtype) for shape in (q, k, v or k)]
+
+
+def assert_close(out, query, key, value, attn_mask=None, **options):
+    """out against the float64 definition, in the layout (batch, heads, seqlen, head_dim)."""
+    reference = attention_ref(query, key, value, attn_mask, **options)
+    low = attention_low(query, key, value, attn_mask, **options)
+    error = (out.double() - reference.out).abs()
+    bound = error_bound(reference, low, out.dtype)
+    assert out.dtype == query.dtype
+    assert (error <= bound).all(), f"error {error.max():.3e}, accepted {bound.min():.3e}"
+
+
+class OperatorLog(TorchDispatchMode):
+    """The operators that reach the dispatcher below autograd."""
+
+    def __enter__(self):
+        self.operators = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operators.append(func)
+        return func(*args, **(kwargs or {}))
+
+    def ran_ours(self):
+        return torch.ops.fa.forward.default in self.operators
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    """As in a fresh process: no reason has been given yet."""
+    monkeypatch.setattr(interface, "_warned", set())
+
+
+@contextlib.contextmanager
+def warns_once(match):
+    """The block gives exactly one warning of ours, and it says this."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    ours = [str(w.message) for w in caught if "flashattn_ext" in str(w.message)]
+    assert len(ours) == 1 and match in ours[0], ours
+    assert all(w.filename == __file__ for w in caught if "flashattn_ext" in str(w.message))
+
+
+@contextlib.contextmanager
+def silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+# --- scaled_dot_product_attention: torch's meaning ---------------------------------------------
+
+
+def test_signature_is_torchs():
+    schema = torch.ops.aten.scaled_dot_product_attention.default._schema
+    theirs = [
+        (a.name, a.default_value if a.has_default_value() else inspect.Parameter.empty)
+        for a in schema.arguments
+    ]
+    ours = inspect.signature(scaled_dot_product_attention).parameters.values()
+    assert [(p.name, p.default) for p in ours] == theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True},
+        {"scale": 0.3},
+        {"scale": -0.7},
+        {"scale": 2},
+        {"dropout_p": 0.0, "enable_gqa": False},
+    ],
+    ids=str,
+)
+def test_options(device, dtype, options, request):
+    if device == "cuda" and dtype in (torch.float32, torch.float64):
+        pytest.skip("float32 and float64 on CUDA are torch's; see test_goes_to_torch")
+    query, key, value = qkv(device, dtype)
+    with silent(), OperatorLog() as log:
+        out = scaled_dot_product_attention(query, key, value, **options)
+    assert log.ran_ours()
+    semantic = {name: options[name] for name in ("is_causal", "scale") if name in options}
+    assert_close(out, query, key, value, **semantic)
+
+
+# Top-left: without it, more keys than queries and the reverse would see other keys.
+@pytest.mark.parametrize("lengths", [(2, 5), (1, 5), (5, 2)], ids=str)
+def test_causal_is_top_left(device, lengths):
+    query, key, value = qkv(device, q=(1, 2, lengths[0], 16), k=(1, 2, lengths[1], 16))
+    out = scaled_dot_product_attention(query, key, value, is_causal=True)
+    assert_close(out, query, key, value, is_causal=True)
+    assert torch.equal(out[:, :, 0], value[:, :, 0])
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (6, 1), (4, 4)], ids=str)
+def test_grouped_heads(device, heads):
+    query, key, value = qkv(device, q=(2, heads[0], 9, 16), k=(2, heads[1], 13, 16))
+    with OperatorLog() as log:
+        out = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    assert_close(out, query, key, value)
+    # The heads go to the kernel as they are.
+    assert log.operators == [torch.ops.fa.forward.default]
+
+
+MASKS = {
+    "bool": lambda device: torch.rand(9, 13, device=device) < 0.7,
+    "bool 4-D": lambda device: torch.rand(2, 4, 9, 13, device=device) < 0.7,
+    "bool row": lambda device: torch.rand(13, device=device) < 0.7,
+    "bool scalar": lambda device: torch.tensor(True, device=device),
+    "element": lambda device: randn(2, 1, 1, 13, device=device),
+    "float32": lambda device: randn(4, 9, 1, device=device, dtype=torch.float32),
+    "hidden rows": lambda device: (torch.arange(9, device=device) % 2 == 0)[:, None],
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(device, mask):
+    query, key, value = qkv(device)
+    attn_mask = MASKS[mask](device)
+    with silent():
+        out = scaled_dot_product_attention(query, key, value, attn_mask)
+    assert_close(out, query, key, value, attn_mask)
+
+
+def test_mask_beside_float64_may_be_float32():
+    query, key, value = qkv("cpu", torch.float64)
+    attn_mask = randn(9, 13, dtype=torch.float32)
+    out = scaled_dot_product_attention(query, key, value, attn_mask)
+    torch.testing.assert_close(out, torch_sdpa(query, key, value, attn_mask.double()))
+
+
+# Shapes of query, key, value, mask; torch's own rules say what they mean.
+RANKS = {
+    "2-D": ((9, 16), (13, 16), (13, 16), (9, 13)),
+    "3-D": ((4, 9, 16), (4, 13, 16), (4, 13, 16), (4, 9, 13)),
+    "3-D, 2-D mask": ((4, 9, 16), (4, 13, 16), (4, 13, 16), (1, 13)),
+    "5-D": ((3, 2, 4, 9, 16), (3, 2, 4, 13, 16), (3, 2, 4, 13, 16), (3, 1, 4, 1, 13)),
+    "5-D, 3-D mask": ((3, 2, 4, 9, 16), (3, 2, 4, 13, 16), (3, 2, 4, 13, 16), (4, 9, 13)),
+    "5-D, 4-D mask": ((3, 2, 4, 9, 16), (3, 2, 4, 13, 16), (3, 2, 4, 13, 16), (2, 1, 9, 13)),
+    "6-D": ((2, 3, 2, 2, 9, 16), (2, 3, 2, 2, 13, 16), (2, 3, 2, 2, 13, 16), (1, 13)),
+    "batch of key": ((2, 4, 9, 16), (1, 4, 13, 16), (1, 4, 13, 16), (2, 1, 9, 13)),
+    "batch of value": ((2, 4, 9, 16), (2, 4, 13, 16), (1, 4, 13, 16), (9, 13)),
+    "batch of query": ((1, 4, 9, 16), (2, 4, 13, 16), (2, 4, 13, 16), (2, 4, 1, 1)),
+    "heads of key": ((2, 4, 9, 16), (2, 1, 13, 16), (2, 4, 13, 16), (4, 1, 13)),
+    "heads of key and value": ((2, 4, 9, 16), (2, 1, 13, 16), (2, 1, 13, 16), (4, 1, 13)),
+    "heads of query": ((2, 1, 9, 16), (2, 4, 13, 16), (2, 4, 13, 16), (2, 4, 9, 13)),
+    "5-D broadcast": ((3, 2, 4, 9, 16), (1, 2, 4, 13, 16), (3, 1, 4, 13, 16), (1, 2, 1, 9, 13)),
+    "mixed ranks": ((4, 9, 16), (2, 4, 13, 16), (13, 16), (2, 1, 9, 13)),
+    "2-D query": ((9, 16), (2, 4, 13, 16), (2, 4, 13, 16), (9, 13)),
+    "no batch": ((0, 4, 9, 16), (0, 4, 13, 16), (0, 4, 13, 16), (9, 13)),
+    "5-D without batch": ((3, 0, 4, 9, 16), (3, 0, 4, 13, 16), (3, 0, 4, 13, 16), (9, 13)),
+    "no query": ((2, 4, 0, 16), (2, 4, 13, 16), (2, 4, 13, 16), (1, 13)),
+    "no key": ((2, 4, 9, 16), (2, 4, 0, 16), (2, 4, 0, 16), (9, 1)),
+}
+
+
+@pytest.mark.parametrize("with_mask", [False, True], ids=["", "mask"])
+@pytest.mark.parametrize("case", RANKS)
+def test_ranks_and_broadcasting(device, case, with_mask):
+    q_shape, k_shape, v_shape, mask_shape = RANKS[case]
+    query, key, value = qkv(device, q=q_shape, k=k_shape, v=v_shape)
+    attn_mask = torch.rand(mask_shape, device=device) < 0.7 if with_mask else None
+    with silent(), OperatorLog() as log:
+        out = scaled_dot_product_attention(query, key, value, attn_mask)
+    assert log.ran_ours()
+    lead = torch.broadcast_shapes(q_shape[:-2], k_shape[:-2], v_shape[:-2])
+    assert out.shape == (*lead, q_shape[-2], v_shape[-1])
+    batch = lead[:-1].numel() if len(lead) else 1
+    heads = lead[-1] if len(lead) else 1
+    four = [
+        t.expand(*lead, *t.shape[-2:]).reshape(batch, heads, *t.shape[-2:])
+        for t in (query, key, value)
+    ]
+    if with_mask:
+        scores = (*lead, q_shape[-2], k_shape[-2])
+        attn_mask = attn_mask.expand(scores).reshape(batch, heads, *scores[-2:])
+    if out.numel():
+        assert_close(out.reshape(four[0].shape), *four, attn_mask)
+
+
+def test_grouped_heads_of_other_ranks(device):
+    query, key, value = qkv(device, q=(3, 2, 8, 9, 16), k=(3, 1, 4, 13, 16))
+    out = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+    keys, values = (t.expand(3, 2, -1, -1, -1).flatten(0, 1) for t in (key, value))
+    assert_close(out.flatten(0, 1), query.flatten(0, 1), keys, values)
+    three = scaled_dot_product_attention(query[0, 0], key[0, 0], value[0, 0], enable_gqa=True)
+    assert torch.equal(three, out[0, 0])
+
+
+def test_folding_copies_nothing(device):
+    """Leading dimensions that merge by strides reach the kernel in place."""
+    query, key, value = qkv(device, q=(3, 2, 4, 9, 16), k=(3, 2, 1, 13, 16))
+    attn_mask = torch.rand(1, 1, 4, 9, 13, device=device) < 0.7
+    with OperatorLog() as log:
+        scaled_dot_product_attention(query, key, value, attn_mask)
+    allocating = {torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default}
+    assert log.ran_ours() and not allocating & set(log.operators)
+
+
+def test_output_layout_follows_query(device):
+    layouts = [(0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3), (1, 0, 2, 3)]
+    for order in layouts:
+        shape = (2, 3, 5, 16)
+        back = sorted(range(4), key=order.__getitem__)
+        query = randn(*(shape[i] for i in order), device=device).permute(back)
+        key = randn(2, 3, 7, 16, device=device)
+        out = scaled_dot_product_attention(query, key, key)
+        assert query.shape == shape and out.stride() == torch.empty_like(query).stride()
+        assert torch.equal(out, scaled_dot_product_attention(query.contiguous(), key, key))
+
+
+def test_nan_in_live_input_shows(device):
+    query, key, value = qkv(device)
+    query[1, 2, 3, 4] = torch.nan
+    out = scaled_dot_product_attention(query, key, value)
+    expected = torch.zeros_like(out, dtype=torch.bool)
+    expected[1, 2, 3] = True
+    assert torch.equal(out.isnan(), expected)
+
+
+# --- causal biases -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(9, 13), (13, 9), (9, 9)], ids=str)
+def test_causal_biases(device, lengths):
+    query, key, value = qkv(device, q=(2, 4, lengths[0], 16), k=(2, 2, lengths[1], 16))
+    for make, bottom_right in ((causal_upper_left, False), (causal_lower_right, True)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about rows without a key
+            bias = make(*lengths)
+        with silent(), OperatorLog() as log:
+            out = scaled_dot_product_attention(query, key, value, bias, enable_gqa=True)
+        assert log.ran_ours()
+        assert_close(out, query, key, value, is_causal=True, bottom_right=bottom_right)
+
+
+def test_causal_bias_of_equal_lengths_is_top_left():
+    """torch reads it so, whatever the lengths of query and key."""
+    query, key, value = qkv("cpu", torch.float64)
+    bias = causal_lower_right(4, 4)
+    out = scaled_dot_product_attention(query, key, value, bias)
+    torch.testing.assert_close(out, torch_sdpa(query, key, value, bias))
+    assert torch.equal(out, scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+def test_causal_bias_in_a_call_for_torch(nothing_said):
+    query, key, value = qkv("cpu", torch.float64, v=(2, 4, 13, 24))
+    with warns_once("head_dim of value"):
+        out = scaled_dot_product_attention(query, key, value, causal_lower_right(9, 13))
+        upper = scaled_dot_product_attention(query, key, value, causal_upper_left(9, 13))
+    visible = torch.ones(9, 13, dtype=torch.bool).tril(4)
+    torch.testing.assert_close(out, torch_sdpa(query, key, value, visible))
+    torch.testing.assert_close(upper, torch_sdpa(query, key, value, visible.tril(0)))
+
+
+def test_causal_bias_errors():
+    query, key, value = qkv("cpu")
+    bias = causal_lower_right(9, 13)
+    for function in (scaled_dot_product_attention, torch_sdpa):
+        with pytest.raises(ValueError, match="CausalBias"):
+            function(query, key, value, bias, is_causal=True)
+    wrong = causal_lower_right(4, 5)
+    with pytest.raises(RuntimeError):
+        torch_sdpa(query, key, value, wrong)
+    with pytest.raises(RuntimeError, match=r"attn_mask: .* lengths \(9, 13\) .* got \(4, 5\)"):
+        scaled_dot_product_attention(query, key, value, wrong)
+
+
+# --- errors ------------------------------------------------------------------------------------
+
+# Arguments that torch refuses, and what our message says.
+BAD_CALLS = {
+    "mask and causal": (
+        lambda q, k, v: ((q, k, v, torch.ones(9, 13, dtype=torch.bool)), {"is_causal": True}),
+        r"attn_mask: .*is_causal=True",
+    ),
+    "fewer heads without enable_gqa": (
+        lambda q, k, v: ((q, k[:, :2], v[:, :2]), {}),
+        r"key: heads must equal .*enable_gqa=True; got query \(2, 4, 9, 16\), key \(2, 2, 13, 16\)",
+    ),
+    "heads that do not divide": (
+        lambda q, k, v: ((q, k[:, :3], v[:, :3]), {"enable_gqa": True}),
+        r"key: heads must divide those of query \(4\), got 3",
+    ),
+    "more heads of key": (
+        lambda q, k, v: ((q[:, :2], k, v), {"enable_gqa": True}),
+        r"key: heads must divide those of query \(2\), got 4",
+    ),
+    "batch": (
+        lambda q, k, v: ((q[:1].expand(3, -1, -1, -1), k, v), {}),
+        r"batch must be equal or broadcast, got shapes \(3, 4, 9, 16\), \(2, 4, 13, 16\)",
+    ),
+    "head_dim": (
+        lambda q, k, v: ((q[..., :8], k, v), {}),
+        r"key: head_dim must equal that of query \(8\), got 16",
+    ),
+    "1-D": (
+        lambda q, k, v: ((q[0, 0, 0], k[0, 0, 0], v[0, 0, 0]), {}),
+        r"at least 2 dimensions, got \(1, 1, 1\)",
+    ),
+    "0-D": (
+        lambda q, k, v: ((q[0, 0, 0, 0], k, v), {}),
+        r"at least 2 dimensions, got \(0, 4, 4\)",
+    ),
+    "dtype of key": (
+        lambda q, k, v: ((q, k.bfloat16(), v), {}),
+        r"key: dtype must equal that of query \(Half\), got BFloat16",
+    ),
+    "dtype of value": (
+        lambda q, k, v: ((q, k, v.bfloat16()), {}),
+        r"value: dtype must equal that of query \(Half\), got BFloat16",
+    ),
+    "device of key": (
+        lambda q, k, v: ((q, k.to("meta"), v), {}),
+        r"key: device must equal that of query \(c.*\), got meta",
+    ),
+    "integer mask": (
+        lambda q, k, v: ((q, k, v, torch.ones(9, 13, dtype=torch.int32, device=q.device)), {}),
+        r"attn_mask: dtype must be bool, float32 or that of query \(Half\), got Int",
+    ),
+    "half mask of the other kind": (
+        lambda q, k, v: ((q, k, v, q.new_zeros(9, 13).bfloat16()), {}),
+        r"attn_mask: dtype must be bool, float32 or that of query \(Half\), got BFloat16",
+    ),
+    "float64 mask": (
+        lambda q, k, v: ((q, k, v, q.new_zeros(9, 13).double()), {}),
+        r"attn_mask: dtype must be bool, float32 or that of query \(Half\), got Double",
+    ),
+    "mask too narrow": (
+        lambda q, k, v: ((q, k, v, q.new_zeros(9, 12)), {}),
+        r"attn_mask: shape must broadcast to .* = \(2, 4, 9, 13\), got \(9, 12\)",
+    ),
+    "mask aligned to the wrong dimension": (
+        lambda q, k, v: ((q, k, v, q.new_zeros(2, 9, 13)), {}),
+        r"attn_mask: shape must broadcast to .* = \(2, 4, 9, 13\), got \(2, 9, 13\)",
+    ),
+    "mask of a larger batch": (
+        lambda q, k, v: ((q[:1], k[:1], v[:1], q.new_zeros(2, 4, 9, 13)), {}),
+        r"attn_mask: shape must broadcast to .* = \(1, 4, 9, 13\), got \(2, 4, 9, 13\)",
+    ),
+    "mask of a higher rank": (
+        lambda q, k, v: ((q[0], k[0], v[0], q.new_zeros(1, 4, 9, 13)), {}),
+        r"attn_mask: must have at most as many dimensions .* \(3\), got 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CALLS)
+def test_refuses_what_torch_refuses(device, case):
+    make, message = BAD_CALLS[case]
+    args, kwargs = make(*qkv(device))
+    # The definition decides: fused backends of torch let some of these pass.
+    with sdpa_kernel(SDPBackend.MATH), pytest.raises(RuntimeError):
+        torch_sdpa(*args, **kwargs)
+    with silent(), pytest.raises(RuntimeError, match=message):
+        scaled_dot_product_attention(*args, **kwargs)
+
+
+def test_refuses_fewer_values_than_keys(device):
+    """Not compared with torch, which may read past the end."""
+    query, key, value = qkv(device)
+    with pytest.raises(RuntimeError, match=r"value: shape must equal .* \(2, 4, 13, 16\), got"):
+        scaled_dot_product_attention(query, key, value[:, :, :12])
+    with pytest.raises(RuntimeError, match=r"value: shape must equal .* \(2, 2, 13, 16\), got"):
+        scaled_dot_product_attention(query, key[:, :2], value[:, :1], enable_gqa=True)
+
+
+# Zero heads make torch divide by zero, also where the call would go to torch.
+@pytest.mark.filterwarnings("ignore:flashattn_ext")
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_no_heads(device, dropout_p):
+    query, key, value = qkv(device, q=(2, 0, 9, 16), k=(2, 0, 13, 16))
+    for enable_gqa in (False, True):
+        out = scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout_p, enable_gqa=enable_gqa
+        )
+        assert out.shape == (2, 0, 9, 16)
+    some = randn(2, 4, 13, 16, device=device)
+    out = scaled_dot_product_attention(query, some, some, dropout_p=dropout_p, enable_gqa=True)
+    assert out.shape == (2, 0, 9, 16)
+    query = randn(2, 4, 9, 16, device=device)
+    with pytest.raises(RuntimeError, match=r"key: heads must divide those of query \(4\), got"):
+        scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, enable_gqa=True)
+    with pytest.raises(RuntimeError):
+        scaled_dot_product_attention(query, key, value, dropout_p=dropout_p)
+
+
+# --- what goes to torch ------------------------------------------------------------------------
+
+
+class Tagged(torch.Tensor):
+    pass
+
+
+def jagged(*shapes):
+    parts = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+
+
+def two(*shape):
+    return TwoTensor(torch.randn(shape), torch.randn(shape))
+
+
+# name: (arguments from a device, what the warning says)
+TORCH_CALLS = {
+    "dropout": (lambda device: (qkv(device), {"dropout_p": 0.5}), "dropout_p other than 0"),
+    "large head_dim": (
+        lambda device: (qkv(device, q=(1, 2, 9, 264), k=(1, 2, 13, 264)), {}),
+        "a head_dim outside 1 to 256",
+    ),
+    "no head_dim": (
+        lambda device: (qkv(device, q=(1, 2, 9, 0), k=(1, 2, 13, 0)), {}),
+        "a head_dim outside 1 to 256",
+    ),
+    "other head_dim of value": (
+        lambda device: (qkv(device, v=(2, 4, 13, 24)), {"is_causal": True}),
+        "a head_dim of value other than that of query",
+    ),
+    "meta": (lambda device: (qkv("meta"), {}), "meta tensors"),
+    "nested": (
+        lambda device: ([jagged((8, 4, 16), (6, 4, 16)) for _ in range(3)], {}),
+        "nested tensors",
+    ),
+    "wrapper subclass": (
+        lambda device: ([two(2, 4, 9, 16) for _ in range(3)], {}),
+        "tensors of type TwoTensor",
+    ),
+}
+
+
+def values(tensor):
+    """Something that torch.equal takes."""
+    if isinstance(tensor, TwoTensor):
+        return torch.stack([tensor.a, tensor.b])
+    if tensor.is_meta:
+        return torch.zeros(tensor.shape)
+    return tensor.values() if tensor.is_nested else tensor
+
+
+@pytest.mark.parametrize("case", TORCH_CALLS)
+def test_goes_to_torch(device, case, nothing_said):
+    make, reason = TORCH_CALLS[case]
+    tensors, options = make(device)
+    state = torch.get_rng_state(), torch.cuda.get_rng_state() if device == "cuda" else None
+    with warns_once(reason):
+        out = scaled_dot_product_attention(*tensors, **options)
+        again = scaled_dot_product_attention(*tensors, **options)
+    torch.set_rng_state(state[0])
+    if device == "cuda":
+        torch.cuda.set_rng_state(state[1])
+    expected = torch_sdpa(*tensors, **options)
+    assert type(out) is type(expected) and out.dtype == expected.dtype
+    assert torch.equal(values(out), values(expected))
+    if options.get("dropout_p"):
+        assert not torch.equal(out, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_wide_types_on_cuda_go_to_torch(device, dtype, nothing_said):
+    query, key, value = qkv(device, dtype)
+    if device == "cpu":
+        with silent(), OperatorLog() as log:
+            scaled_dot_product_attention(query, key, value)
+        assert log.ran_ours()
+        return
+    with warns_once(f"{dtype} on cuda"):
+        out = scaled_dot_product_attention(query, key, value)
+    assert torch.equal(out, torch_sdpa(query, key, value))
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_inputs_that_require_grad_go_to_torch(device, which, nothing_said):
+    """Any one of query, key, value and mask: result and gradient are torch's."""
+    arguments = [*qkv(device), randn(2, 4, 9, 13, device=device)]
+    arguments[which].requires_grad_()
+    with warns_once("inputs that require grad"):
+        out = scaled_dot_product_attention(*arguments)
+    expected = torch_sdpa(*arguments)
+    assert torch.equal(out, expected)
+    weight = torch.randn_like(out)
+    gradients = [
+        torch.autograd.grad(o, arguments[which], weight, retain_graph=True)[0]
+        for o in (out, expected)
+    ]
+    assert gradients[0].abs().max() > 0
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_grad_mode_parameters_run_ours(device, mode):
+    arguments = [torch.nn.Parameter(t) for t in (*qkv(device), randn(9, 13, device=device))]
+    with silent(), mode(), OperatorLog() as log:
+        out = scaled_dot_product_attention(*arguments)
+    assert log.ran_ours() and not out.requires_grad
+    assert_close(out, *(a.detach() for a in arguments))
+
+
+def test_forward_derivatives_go_to_torch(nothing_said):
+    query, key, value = qkv("cpu", torch.float64)
+    tangent = torch.randn_like(query)
+    with sdpa_kernel(SDPBackend.MATH):
+        with warns_once("forward-mode derivatives"):
+            ours = torch.func.jvp(
+                lambda q: scaled_dot_product_attention(q, key, value), (query,), (tangent,)
+            )
+        theirs = torch.func.jvp(lambda q: torch_sdpa(q, key, value), (query,), (tangent,))
+    torch.testing.assert_close(ours, theirs)
+    assert ours[1].abs().max() > 0
+
+
+def test_dtypes_that_torch_refuses_too(nothing_said):
+    query, key, value = (t.to(torch.int32) for t in qkv("cpu"))
+    for function in (scaled_dot_product_attention, torch_sdpa):
+        with warnings.catch_warnings(), pytest.raises(RuntimeError):
+            warnings.simplefilter("ignore")
+            function(query, key, value)
+    assert "torch.int32 on cpu" in interface._warned
+
+
+def test_each_reason_has_its_own_warning(nothing_said):
+    query, key, value = qkv("cpu")
+    for match, call in {
+        "dropout": lambda: scaled_dot_product_attention(query, key, value, dropout_p=0.1),
+        "head_dim of value": lambda: scaled_dot_product_attention(query, key, value[..., :8]),
+    }.items():
+        with warns_once(match):
+            call()
+        with silent():
+            call()
+
+
+def test_gpu_without_kernels_goes_to_torch(monkeypatch):
+    """A CPU-only build and an old GPU, read from fake CUDA tensors: no GPU is needed."""
+    with torch._subclasses.FakeTensorMode():
+        arguments = [torch.empty(1, 1, 4, 16, device="cuda", dtype=torch.float16)] * 3
+    rest = (None, 0.0, "cuda")
+    monkeypatch.setattr(interface, "CPU_ONLY_REASON", "no toolkit")
+    reason = interface._unsupported_reason(*arguments, *rest)
+    assert reason == "cuda tensors in a CPU-only build (no toolkit)"
+    monkeypatch.setattr(interface, "CPU_ONLY_REASON", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, expected in (((7, 5), "GPUs below compute capability 8.0"), ((8, 0), None)):
+        monkeypatch.setattr(interface, "_device_is_too_old", {})
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, c=capability: c)
+        assert interface._unsupported_reason(*arguments, *rest) == expected
+
+
+def test_put_in_place_of_torchs_function(monkeypatch, nothing_said):
+    """Calls that we pass on to torch must not come back to us."""
+    query, key, value = qkv("cpu", torch.float64, v=(2, 4, 13, 24))
+    expected = torch_sdpa(query, key, value)
+    lower_right = torch_sdpa(query, key, value, torch.ones(9, 13, dtype=torch.bool).tril(4))
+    monkeypatch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+    with warns_once("head_dim of value"):
+        assert torch.equal(F.scaled_dot_product_attention(query, key, value), expected)
+        out = F.scaled_dot_product_attention(query, key, value, causal_lower_right(9, 13))
+    torch.testing.assert_close(out, lower_right)
+
+
+def test_plain_subclass_runs_ours(device):
+    query, key, value = qkv(device)
+    with silent(), OperatorLog() as log:
+        out = scaled_dot_product_attention(query.as_subclass(Tagged), key, value)
+    assert log.ran_ours() and type(out) is Tagged
+    assert_close(out.as_subclass(torch.Tensor), query, key, value)
+
+
+# --- autocast ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(device, dtype):
+    query, key, value = qkv(device, torch.float32)
+    key = key.half()
+    # Values that neither half type holds, so that the cast of the mask shows.
+    attn_mask = torch.rand(9, 13, device=device) * 7 + 300.1
+    low = [t.to(dtype) for t in (query, key, value, attn_mask)]
+    with torch.autocast(device, dtype), silent(), OperatorLog() as log:
+        out = scaled_dot_product_attention(query, key, value, attn_mask)
+        assert torch_sdpa(query, key, value, attn_mask).dtype == dtype
+    assert log.ran_ours() and out.dtype == dtype
+    assert torch.equal(out, scaled_dot_product_attention(*low))
+    assert not torch.equal(out, scaled_dot_product_attention(*low[:3], attn_mask))
+
+
+def test_autocast_leaves_bool_masks_and_biases(device):
+    query, key, value = qkv(device, torch.float32)
+    low = [t.bfloat16() for t in (query, key, value)]
+    attn_mask = torch.rand(9, 13, device=device) < 0.7
+    for mask in (attn_mask, causal_lower_right(9, 13)):
+        with torch.autocast(device, torch.bfloat16):
+            out = scaled_dot_product_attention(query, key, value, mask)
+        assert torch.equal(out, scaled_dot_product_attention(*low, mask))
+
+
+def test_autocast_leaves_float64():
+    query, key, value = qkv("cpu", torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = scaled_dot_product_attention(query, key, value)
+        assert torch_sdpa(query, key, value).dtype == torch.float64
+        for function in (scaled_dot_product_attention, torch_sdpa):
+            with pytest.raises(RuntimeError, match="dtype"):
+                function(query, key.float(), value.float())
+    assert torch.equal(out, scaled_dot_product_attention(query, key, value))
+
+
+def test_autocast_of_a_call_for_torch(device, nothing_said):
+    query, key, value = qkv(device, torch.float32)
+    query.requires_grad_()
+    with torch.autocast(device, torch.bfloat16), warns_once("require grad"):
+        out = scaled_dot_product_attention(query, key, value)
+        expected = torch_sdpa(query, key, value)
+    assert torch.equal(out, expected) and out.dtype == torch.bfloat16
+    (gradient,) = torch.autograd.grad(out.sum(), query)
+    assert gradient.dtype == torch.float32
+
+
+def test_autocast_of_another_device_changes_nothing():
+    query, key, value = qkv("cpu", torch.float32)
+    with torch.autocast("cuda", torch.bfloat16, enabled=torch.cuda.is_available()):
+        assert scaled_dot_product_attention(query, key, value).dtype == torch.float32
+
+
+# --- flash_attn_func ---------------------------------------------------------------------------
+
+
+def flash_inputs(device, dtype=torch.float16, *, seqlen_q=9, seqlen_k=13, heads=(4, 2), dim=16):
+    return [
+        randn(2, seqlen, h, dim, device=device, dtype=dtype)
+        for seqlen, h in ((seqlen_q, heads[0]), (seqlen_k, heads[1]), (seqlen_k, heads[1]))
+    ]
+
+
+def heads_first(*tensors):
+    return [t.transpose(1, 2) for t in tensors]
+
+
+FLASH_OPTIONS = {
+    "full": ({}, {}),
+    "causal": ({"causal": True}, {"is_causal": True}),
+    "scale": ({"softmax_scale": 0.4}, {"scale": 0.4}),
+    "window": ({"window_size": (3, 2)}, {"window_left": 3, "window_right": 2}),
+    "left": ({"window_size": (2, -1)}, {"window_left": 2}),
+    "right": ({"window_size": (-1, 1)}, {"window_right": 1}),
+    "diagonal": ({"window_size": (0, 0)}, {"window_left": 0, "window_right": 0}),
+    "causal window": (
+        {"causal": True, "window_size": (4, 3)},
+        {"is_causal": True, "window_left": 4, "window_right": 3},
+    ),
+    "list": ({"window_size": [1, -1]}, {"window_left": 1}),
+    "deterministic": ({"deterministic": True}, {}),
+}
+
+
+@pytest.mark.parametrize("lengths", [(9, 13), (13, 9), (1, 7), (9, 9)], ids=str)
+@pytest.mark.parametrize("case", FLASH_OPTIONS)
+def test_flash(device, case, lengths):
+    options, meaning = FLASH_OPTIONS[case]
+    q, k, v = flash_inputs(device, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    with silent(), OperatorLog() as log:
+        out, lse, probabilities = flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    assert probabilities is None
+    # Views in and out, nothing copied.
+    transpose = torch.ops.aten.transpose.int
+    assert log.operators == [transpose] * 3 + [torch.ops.fa.forward.default, transpose]
+    assert out.shape == q.shape and out.is_contiguous() and lse.dtype == torch.float32
+    four = heads_first(q, k, v)
+    assert_close(out.transpose(1, 2), *four, bottom_right=True, **meaning)
+    reference = attention_ref(*four, bottom_right=True, **meaning)
+    torch.testing.assert_close(lse.double(), reference.lse, atol=1e-3, rtol=1e-5)
+    assert torch.equal(flash_attn_func(q, k, v, **options), out)
+
+
+def test_flash_positional_arguments():
+    """In flash-attn's order: dropout_p, softmax_scale, causal, window_size."""
+    q, k, v = flash_inputs("cpu")
+    out = flash_attn_func(q, k, v, 0.0, 0.3, True, (2, -1))
+    assert torch.equal(
+        out, flash_attn_func(q, k, v, softmax_scale=0.3, causal=True, window_size=(2, -1))
+    )
+    meaning = {"scale": 0.3, "is_causal": True, "window_left": 2, "bottom_right": True}
+    assert_close(out.transpose(1, 2), *heads_first(q, k, v), **meaning)
+
+
+def test_flash_output_layout_follows_q(device):
+    """A (B, H, S, D) tensor given as a transposed view gives back such a view."""
+    q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in flash_inputs(device))
+    out = flash_attn_func(q, k, v)
+    assert out.stride() == q.stride() and not out.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dropout_p": 0.1}, r"dropout_p: .* got 0.1; pass 0.0"),
+        ({"softcap": 30.0}, r"softcap: .* got 30.0; pass 0.0"),
+        ({"alibi_slopes": torch.ones(4)}, r"alibi_slopes: .* pass None"),
+    ],
+)
+def test_flash_refuses_unsupported_options(options, message):
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attn_func(*flash_inputs("cpu"), **options)
+    assert issubclass(NotImplementedError, RuntimeError)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("window_size", [(-3, 0), (0, -2)], ids=str)
+def test_flash_refuses_other_negative_windows(window_size, grad):
+    q, k, v = flash_inputs("cpu")
+    q.requires_grad_(grad)
+    with pytest.raises(RuntimeError, match=r"window_size: .* -1 .* got \(-?\d, -?\d\)"):
+        flash_attn_func(q, k, v, window_size=window_size)
+
+
+FLASH_BAD_SHAPES = {
+    "3-D": lambda q, k, v: (q[0], k[0], v[0]),
+    "batch": lambda q, k, v: (q[:1], k, v),
+    "heads": lambda q, k, v: (q[:, :, :3], k, v),
+    "heads of v": lambda q, k, v: (q, k, v[:, :, :1]),
+    "length of v": lambda q, k, v: (q, k, v[:, :12]),
+    "head_dim": lambda q, k, v: (q[..., :8], k, v),
+    "no heads of k": lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+    "heads before sequence": lambda q, k, v: (t.transpose(1, 2) for t in (q, k, v)),
+}
+
+
+@pytest.mark.parametrize("case", FLASH_BAD_SHAPES)
+def test_flash_names_the_layout_in_shape_errors(case):
+    q, k, v = FLASH_BAD_SHAPES[case](*flash_inputs("cpu"))
+    with pytest.raises(RuntimeError, match=r"\(batch, seqlen_q, heads_q, head_dim\)") as error:
+        flash_attn_func(q, k, v)
+    assert str(tuple(q.shape)) in str(error.value)
+
+
+def test_flash_without_heads():
+    q, k, v = flash_inputs("cpu", heads=(0, 0))
+    assert flash_attn_func(q, k, v).shape == (2, 9, 0, 16)
+
+
+def plain_attention(query, key, value, visible, scale=None):
+    """The definition, differentiable; rows that see no key give 0."""
+    group = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(-1).masked_fill(~visible.any(-1, keepdim=True), 0)
+    return weights @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("lengths", [(9, 13), (13, 9), (9, 9)], ids=str)
+@pytest.mark.parametrize("case", FLASH_OPTIONS)
+def test_flash_gradients(device, case, lengths, nothing_said):
+    """Through torch, with the mask that means the same."""
+    options, meaning = FLASH_OPTIONS[case]
+    inputs = flash_inputs(device, torch.float64, seqlen_q=lengths[0], seqlen_k=lengths[1])
+    inputs = [t.requires_grad_() for t in inputs]
+    reason = "torch.float64 on cuda" if device == "cuda" else "inputs that require grad"
+    with warns_once(reason):
+        out, lse, _ = flash_attn_func(*inputs, return_attn_probs=True, **options)
+    band = {"is_causal": False, "window_left": -1, "window_right": -1, "bottom_right": True}
+    scale = meaning.get("scale")
+    band |= {name: value for name, value in meaning.items() if name != "scale"}
+    visible = visible_band(*lengths, device=device, **band)
+    expected, expected_lse = plain_attention(*heads_first(*inputs), visible, scale)
+    torch.testing.assert_close(out.transpose(1, 2), expected)
+    torch.testing.assert_close(lse, expected_lse)
+    assert not lse.requires_grad
+    weight = torch.randn_like(out)
+    ours = torch.autograd.grad(out, inputs, weight)
+    # The masked softmax of the definition has NaN gradients in rows that see no key.
+    rows = visible.any(-1)
+    kept = [inputs[0][:, rows], *inputs[1:]]
+    expected, _ = plain_attention(*heads_first(*kept), visible[rows], scale)
+    theirs = torch.autograd.grad(expected.transpose(1, 2), inputs, weight[:, rows])
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_flash_calls_for_torch(device, nothing_said):
+    q, k, v = flash_inputs(device, dim=264)
+    with warns_once("a head_dim outside 1 to 256"):
+        out, lse, _ = flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    four = heads_first(q, k, v)
+    assert_close(out.transpose(1, 2), *four, is_causal=True, bottom_right=True)
+    reference = attention_ref(*four, is_causal=True, bottom_right=True)
+    assert lse.dtype == torch.float32
+    torch.testing.assert_close(lse.double(), reference.lse, atol=1e-3, rtol=1e-5)
+
+
+def test_flash_autocast(device):
+    q, k, v = flash_inputs(device, torch.float32)
+    with torch.autocast(device, torch.bfloat16):
+        out = flash_attn_func(q, k, v)
+    assert torch.equal(out, flash_attn_func(*(t.bfloat16() for t in (q, k, v))))
+
+
+# --- the package -------------------------------------------------------------------------------
+
+
+def test_exports():
+    assert {"scaled_dot_product_attention", "flash_attn_func"} <= set(flashattn_ext.__all__)
+    for function in (scaled_dot_product_attention, flash_attn_func):
+        for word in ("Args:", "Returns:", "Raises:", *inspect.signature(function).parameters):
+            assert word in function.__doc__, f"{function.__name__}: {word} is not documented"
