@@ -41,8 +41,6 @@ inline std::string shape_string(at::IntArrayRef sizes) {
 }
 
 inline void check_tensor(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, name, ": layout must be strided, got ",
-              tensor.layout());
   TORCH_CHECK(tensor.dim() == 4, name,
               ": must have 4 dimensions (batch, heads, seqlen, head_dim), got ", tensor.dim(), ": ",
               shape_string(tensor.sizes()));
@@ -58,8 +56,6 @@ inline void check_like_query(const char* name, const at::Tensor& tensor, const a
 
 // The mask as a 4-D view with stride 0 where it is broadcast.
 inline at::Tensor expand_mask(const at::Tensor& mask, const at::Tensor& query, int64_t seqlen_k) {
-  TORCH_CHECK(mask.layout() == at::kStrided, "attn_mask: layout must be strided, got ",
-              mask.layout());
   const at::ScalarType dtype = mask.scalar_type();
   TORCH_CHECK(dtype == at::kBool || dtype == at::kFloat || dtype == query.scalar_type(),
               "attn_mask: dtype must be bool, float32 or that of query (", query.scalar_type(),

@@ -10,7 +10,6 @@
 #include <torch/library.h>
 
 #include <limits>
-#include <numeric>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -51,33 +50,34 @@ void gemm(at::Tensor c, const at::Tensor& a, const at::Tensor& b, double alpha, 
 
 void exp_inplace(at::Tensor x) { at::cpu::exp_(x); }
 
-// Independent partial results of a reduction, so that the compiler fills vector registers and does
-// not wait for the previous operation.
-constexpr int kLanes = 32;
+// Folds x[0, n) with combine, in independent lanes: that fills vector registers, and no step waits
+// for the one before.
+template <typename T, typename Combine>
+T reduce(const T* x, int64_t n, T start, Combine combine) {
+  constexpr int kLanes = 32;
+  T lanes[kLanes];
+  std::fill_n(lanes, kLanes, start);
+  int64_t j = 0;
+  for (; j + kLanes <= n; j += kLanes) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] = combine(x[j + i], lanes[i]);
+  }
+  for (int i = 0; j < n; ++i, ++j) lanes[i] = combine(x[j], lanes[i]);
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] = combine(lanes[i], lanes[i + width]);
+  }
+  return lanes[0];
+}
 
 // Largest element that is not NaN. NaN needs no care here: it survives the exponential and shows
 // in the sum.
 template <typename T>
 T row_max(const T* x, int64_t n) {
-  T lanes[kLanes];
-  std::fill_n(lanes, kLanes, -kInf<T>);
-  int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) {
-    for (int i = 0; i < kLanes; ++i) lanes[i] = x[j + i] > lanes[i] ? x[j + i] : lanes[i];
-  }
-  for (; j < n; ++j) lanes[0] = x[j] > lanes[0] ? x[j] : lanes[0];
-  return *std::max_element(lanes, lanes + kLanes);
+  return reduce(x, n, -kInf<T>, [](T a, T b) { return a > b ? a : b; });
 }
 
 template <typename T>
 T row_sum(const T* x, int64_t n) {
-  T lanes[kLanes] = {};
-  int64_t j = 0;
-  for (; j + kLanes <= n; j += kLanes) {
-    for (int i = 0; i < kLanes; ++i) lanes[i] += x[j + i];
-  }
-  for (; j < n; ++j) lanes[0] += x[j];
-  return std::accumulate(lanes, lanes + kLanes, T(0));
+  return reduce(x, n, T(0), [](T a, T b) { return a + b; });
 }
 
 // bias[j] = what the mask adds to the score of key j.
@@ -240,14 +240,17 @@ class BlockForward {
              row_begin_;
     T* out = out_.mutable_data_ptr<T>() + batch_idx_ * out_.stride(0) + head_idx_ * out_.stride(1) +
              row_begin_ * out_.stride(2);
+    const int64_t head_dim = p_.head_dim;
+    const int64_t row_stride = out_.stride(2);
+    const int64_t col_stride = out_.stride(3);
     for (int64_t i = 0; i < rows_; ++i) {
       // The sum is 0 only where the row sees no key: the largest score adds 1 to it.
-      const bool empty = sum_[i] == T(0);
-      lse[i] = empty ? -kInf<T> : max_[i] + std::log(sum_[i]);
-      for (int64_t d = 0; d < p_.head_dim; ++d) {
-        out[i * out_.stride(2) + d * out_.stride(3)] =
-            empty ? T(0) : acc_[i * p_.head_dim + d] / sum_[i];
-      }
+      const T sum = sum_[i];
+      const bool empty = sum == T(0);
+      lse[i] = empty ? -kInf<T> : max_[i] + std::log(sum);
+      T* row = acc_ + i * head_dim;
+      for (int64_t d = 0; d < head_dim; ++d) row[d] = empty ? T(0) : row[d] / sum;
+      for (int64_t d = 0; d < head_dim; ++d) out[i * row_stride + d * col_stride] = row[d];
     }
   }
 
