@@ -108,14 +108,14 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     seqlen_q = query.shape[2]
     causal = bool(is_causal) if attention_mask is None and seqlen_q > 1 else False
-    if causal and key.shape[2] > seqlen_q:
+    packed = kwargs.get("cu_seq_lens_q") is not None
+    if causal and not packed and key.shape[2] > seqlen_q:
         # Prefill into an empty static cache: query i stands at key i, and nothing is written after
         # the last query. (Prefill after earlier tokens always comes with a mask.)
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
         if position_bias is not None:
             position_bias = position_bias[..., :seqlen_q]
 
-    packed = kwargs.get("cu_seq_lens_q") is not None
     windowed = (
         attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window
     )

@@ -357,13 +357,16 @@ def attention_inputs(device, seqlen_q=7, seqlen_k=7):
     [(7, 7, True), (7, 7, False), (1, 9, True), (7, 12, True), (4, 9, False)],
 )
 @pytest.mark.parametrize("bias", [False, True], ids=["no_bias", "position_bias"])
-@pytest.mark.parametrize("masked", [False, True], ids=["no_mask", "mask"])
-def test_attention_function(device, seqlen_q, seqlen_k, is_causal, bias, masked):
+@pytest.mark.parametrize("mask_kind", ["no_mask", "bool", "additive"])
+def test_attention_function(device, seqlen_q, seqlen_k, is_causal, bias, mask_kind):
     module, *qkv = attention_inputs(device, seqlen_q, seqlen_k)
     mask = position_bias = None
-    if masked:
+    if mask_kind != "no_mask":
         mask = torch.rand(2, 1, seqlen_q, seqlen_k, device=device) < 0.7
         mask[..., 0] = True  # a row without keys is 0 with us and a mean there
+    if mask_kind == "additive":
+        mask = torch.randn(mask.shape, device=device).masked_fill(~mask, float("-inf"))
+        mask = mask.to(qkv[0].dtype)
     if bias:
         position_bias = torch.randn(1, 4, seqlen_q, seqlen_k, device=device, dtype=qkv[0].dtype)
     options = {"is_causal": is_causal, "position_bias": position_bias, "scaling": 0.3}
@@ -371,7 +374,8 @@ def test_attention_function(device, seqlen_q, seqlen_k, is_causal, bias, masked)
     low = sdpa(module, *qkv, mask, **options)[0]
     if bias:
         options["position_bias"] = position_bias.double()
-    exact = sdpa(module, *(x.double() for x in qkv), mask, **options)[0]
+    wide = mask.double() if mask_kind == "additive" else mask
+    exact = sdpa(module, *(x.double() for x in qkv), wide, **options)[0]
     options["position_bias"] = position_bias
     out, weights = integration.attention_forward(module, *qkv, mask, **options)
     assert weights is None and out.is_contiguous()
@@ -388,6 +392,36 @@ def test_window_without_mask(device, seqlen_q):
     torch.testing.assert_close(out, expected)
     wide, _ = integration.attention_forward(module, *qkv, None, sliding_window=9)
     assert wide.equal(integration.attention_forward(module, *qkv, None)[0])
+
+
+@pytest.mark.parametrize("mask_kind", ["no_mask", "bool", "additive"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_packed_function(device, is_causal, mask_kind):
+    """Queries of the last tokens of each packed sequence; a mask applies beside the packing."""
+    lengths_q, lengths_k = (2, 1, 4), (5, 3, 4)
+    module, query, key, value = attention_inputs(device, sum(lengths_q), sum(lengths_k))
+    query, key, value = query[:1], key[:1], value[:1]
+    boundaries = [
+        torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+        for lengths in (lengths_q, lengths_k)
+    ]
+    blocks = [torch.ones(q, k) for q, k in zip(lengths_q, lengths_k, strict=True)]
+    same_sequence = torch.block_diag(*blocks).bool().to(device)
+    if is_causal:
+        blocks = [block.tril(block.shape[1] - block.shape[0]) for block in blocks]
+    visible = torch.block_diag(*blocks).bool().to(device)
+    mask = None
+    if mask_kind != "no_mask":
+        visible &= torch.rand(visible.shape, device=device) < 0.7
+        mask = visible | ~same_sequence
+    if mask_kind == "additive":
+        mask = torch.zeros(mask.shape, device=device).masked_fill(~mask, float("-inf"))
+    options = dict(zip(("cu_seq_lens_q", "cu_seq_lens_k"), boundaries, strict=True))
+    out, _ = integration.attention_forward(
+        module, query, key, value, mask, is_causal=is_causal, **options
+    )
+    expected, _ = integration.attention_forward(module, query, key, value, visible)
+    torch.testing.assert_close(out, expected)
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "head_mask"])
