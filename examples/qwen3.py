@@ -70,10 +70,10 @@ ATTENTION = {"torch": attention_torch, "ours": attention_ours}
 class KVCache:
     """Keys and values of all layers, allocated once for max_length tokens."""
 
-    def __init__(self, config, batch, max_length, device, dtype):
-        shape = (config.num_hidden_layers, batch, max_length)
-        shape += (config.num_key_value_heads, config.head_dim)
-        self.keys = torch.empty(shape, device=device, dtype=dtype)
+    def __init__(self, model, batch, max_length):
+        config = model.config
+        heads = (config.num_key_value_heads, config.head_dim)
+        self.keys = model.norm.weight.new_empty(config.num_hidden_layers, batch, max_length, *heads)
         self.values = torch.empty_like(self.keys)
         self.length = 0  # tokens that every layer holds
 
@@ -221,6 +221,8 @@ def load_model(folder, device, dtype):
     if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
     model.load_state_dict(weights, assign=True)
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = model.embed_tokens.weight
     return model
 
 
@@ -252,7 +254,7 @@ def prefill(model, tokens, cache, attention, chunk, keep=1):
 
 def generate(model, tokens, new_tokens, attention, chunk):
     """Greedy continuation: (the new tokens, prefill seconds, decode tokens per second)."""
-    cache = new_cache(model, tokens, new_tokens)
+    cache = KVCache(model, tokens.shape[0], tokens.shape[1] + new_tokens)
     start = clock(tokens.device)
     token = prefill(model, tokens, cache, attention, chunk).argmax(-1)
     prefilled = clock(tokens.device)
@@ -264,12 +266,6 @@ def generate(model, tokens, new_tokens, attention, chunk):
     progress("new token", new_tokens, new_tokens)
     decoded = clock(tokens.device)
     return torch.cat(new, 1), prefilled - start, (new_tokens - 1) / (decoded - prefilled)
-
-
-def new_cache(model, tokens, new_tokens):
-    weight = model.norm.weight
-    length = tokens.shape[1] + new_tokens
-    return KVCache(model.config, tokens.shape[0], length, weight.device, weight.dtype)
 
 
 def clock(device):
@@ -302,34 +298,29 @@ def main():
         tokenizer = load_tokenizer(args.checkpoint)
     else:
         model = random_model(QWEN3_0_6B if on_gpu else TINY, device, dtype)
-    config = model.config
     if tokenizer and not args.prompt_length:
         tokens = torch.tensor([tokenizer.encode(args.prompt).ids], device=device)
     else:
         length = args.prompt_length or (2048 if on_gpu else 128)
-        tokens = torch.randint(config.vocab_size, (1, length), device=device)
+        tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
 
-    millions = sum(parameter.numel() for parameter in set(model.parameters())) / 1e6
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     where = torch.cuda.get_device_name(device) if on_gpu else "the CPU"
     print(f"Qwen3 of {millions:,.1f} million parameters", end="")
     print(f" from {args.checkpoint}" if args.checkpoint else ", random weights", end="")
-    print(f", {args.dtype or str(dtype).removeprefix('torch.')} on {where}")
+    print(f", {str(dtype).removeprefix('torch.')} on {where}")
     print(f"{tokens.shape[1]} prompt tokens, {new_tokens} new tokens\n")
 
     # The last prompt tokens' logits of both; also the warm-up for the times.
-    logits = {
-        name: prefill(
-            model, tokens, new_cache(model, tokens, 0), attention, args.chunk, keep=256
-        ).float()
-        for name, attention in ATTENTION.items()
-    }
-    new = {}
+    logits, new = {}, {}
+    for name, attention in ATTENTION.items():
+        cache = KVCache(model, *tokens.shape)
+        logits[name] = prefill(model, tokens, cache, attention, args.chunk, keep=256).float()
     print(f"{'attention':<10}{'prefill':>12}{'decode':>18}")
     for name in ATTENTION if args.attention == "both" else [args.attention]:
         for _ in range(2 if on_gpu else 1):  # the first run on a GPU also pays for plans and caches
-            new[name], seconds, rate = generate(
-                model, tokens, new_tokens, ATTENTION[name], args.chunk
-            )
+            result = generate(model, tokens, new_tokens, ATTENTION[name], args.chunk)
+        new[name], seconds, rate = result
         print(f"{name:<10}{seconds * 1e3:>9.1f} ms{rate:>9.1f} tokens/s")
 
     difference = (logits["torch"] - logits["ours"]).abs().max().item()

@@ -51,6 +51,8 @@ def load(qwen3, checkpoint, device, attention):
     """(example, exact, eager): our model and transformers' in float64 and in the same dtype."""
     dtype = torch.bfloat16 if device == "cuda" and attention == "ours" else torch.float32
     example = qwen3.load_model(checkpoint, device, dtype)
+    tied = example.lm_head.weight is example.embed_tokens.weight
+    assert tied == example.config.tie_word_embeddings
     eager = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=dtype, attn_implementation="eager"
     )
@@ -75,7 +77,7 @@ def test_against_transformers(device, attention, checkpoint, qwen3):
 
     def logits(*lengths):
         """Those of all tokens, given to the example in pieces of these lengths."""
-        cache = qwen3.KVCache(example.config, 2, PROMPT, device, example.norm.weight.dtype)
+        cache = qwen3.KVCache(example, 2, PROMPT)
         cache.keys.fill_(torch.nan)  # slots past the length must not count
         cache.values.fill_(torch.nan)
         pieces = [
@@ -127,7 +129,7 @@ def test_main(checkpoint, qwen3, monkeypatch, capsys):
 
 def test_cache_is_never_overrun(qwen3):
     model = qwen3.random_model(qwen3.TINY, "cpu", torch.float32)
-    cache = qwen3.KVCache(model.config, 1, 5, "cpu", torch.float32)
+    cache = qwen3.KVCache(model, 1, 5)
     with torch.no_grad():
         model(torch.zeros(1, 4, dtype=torch.long), cache, qwen3.attention_ours)
         with pytest.raises(RuntimeError, match="cache: holds 5 tokens, got 6"):
