@@ -8,12 +8,19 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pybind11
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+from torch.utils.cpp_extension import (
+    CUDA_HOME,
+    BuildExtension,
+    CppExtension,
+    CUDAExtension,
+    get_cxx_compiler,
+)
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHS = "8.0+PTX;9.0a"  # the PTX carries every newer GPU
@@ -51,7 +58,7 @@ def arch_list() -> str:
 
 def job_count() -> int:
     """Parallel compilers that fit the usable cores and the free memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     free_kib = re.search(r"MemAvailable:\s+(\d+)", read("/proc/meminfo"))
     limit = read("/sys/fs/cgroup/memory.max").strip()  # "max" or bytes, inside a container
     free = [int(free_kib.group(1)) << 10] if free_kib else []
@@ -68,9 +75,13 @@ def extension(reason: str | None):
     sources = ["csrc/ops/library.cpp", "csrc/ops/cpu.cpp"]
     macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
     macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]
-    # -fopenmp turns on at::parallel_for; at link time the symbols come from the runtime torch has
-    # loaded, so that no second thread pool appears.
-    flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp"]}
+    flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden"]}
+    link_flags = []
+    if sys.platform == "linux":
+        # Turns on at::parallel_for. What GCC calls is in the runtime that torch has loaded: not
+        # linking another avoids a second thread pool. Clang calls a runtime of its own.
+        flags["cxx"] += ["-fopenmp"]
+        link_flags += ["-fopenmp"] if "clang" in get_cxx_compiler() else []
     make = CppExtension
     if reason is None:
         make = CUDAExtension
@@ -86,6 +97,7 @@ def extension(reason: str | None):
         include_dirs=[pybind11.get_include(), str(ROOT / "csrc")],
         define_macros=macros,
         extra_compile_args=flags,
+        extra_link_args=link_flags,
     )
 
 
