@@ -21,6 +21,21 @@ DTYPES = {"cpu": (*HALF, torch.float32, torch.float64), "cuda": HALF}
 UNLIMITED = -1
 
 
+def randn(*shape, device, dtype=torch.float16):
+    """Normal numbers: the same on every device, but for tensors that are long to draw on a CPU."""
+    large = math.prod(shape) > 2**24
+    return torch.randn(shape, device=device if large else "cpu").to(dtype).to(device)
+
+
+def qkv(heads, seqlens, head_dim, *, device, batch=1, dtype=torch.float16):
+    """query, key, value for heads and lengths (of query, of key and value)."""
+    (heads_q, heads_k), (seqlen_q, seqlen_k) = heads, seqlens
+    return [
+        randn(batch, h, s, head_dim, device=device, dtype=dtype)
+        for h, s in ((heads_q, seqlen_q), (heads_k, seqlen_k), (heads_k, seqlen_k))
+    ]
+
+
 @dataclass(frozen=True)
 class Case:
     """One call of fa::forward, up to the random numbers in its tensors."""
@@ -135,6 +150,17 @@ def falling(shape_q, shape_k):
     return directed(shape_q, shape_k, 100.0 - 0.5 * torch.arange(shape_k[2]))
 
 
+def stairs_up(shape_q, shape_k):
+    """Tile after tile has larger scores, by amounts from small to more than a float16 can hold."""
+    logits = (16 * torch.rand(shape_k[2] // 32 + 1)).cumsum(0).repeat_interleave(32)
+    return directed(shape_q, shape_k, logits[: shape_k[2]])
+
+
+def stairs_down(shape_q, shape_k):
+    query, key, value = stairs_up(shape_q, shape_k)
+    return query, key.flip(2), value
+
+
 def outlier(shape_q, shape_k):
     tensors = normal(shape_q, shape_k)
     for x in tensors:
@@ -158,6 +184,8 @@ VALUES = {
     "cold": cold,
     "rising": rising,
     "falling": falling,
+    "stairs_up": stairs_up,
+    "stairs_down": stairs_down,
     "outlier": outlier,
     "tiny": tiny,
     "zeros": zeros,
@@ -212,6 +240,15 @@ def kv_cache(query, key, value):
     return [query, *cache]
 
 
+def padded_rows(query, key, value):
+    """Rows begin at multiples of 16 bytes, and NaN lies between the end of one and the next."""
+    padded = [
+        x.new_full((*x.shape[:3], -(-x.shape[3] // 8) * 8 + 8), torch.nan)
+        for x in (query, key, value)
+    ]
+    return [p[..., : x.shape[3]].copy_(x) for p, x in zip(padded, (query, key, value), strict=True)]
+
+
 def stride0_heads(query, key, value):
     return [query, *(x[:, :1].expand(x.shape) for x in (key, value))]
 
@@ -222,6 +259,10 @@ def stride0_batch(query, key, value):
 
 def stride0_rows(query, key, value):
     return [query, *(x[:, :, :1].expand(x.shape) for x in (key, value))]
+
+
+def stride0_head_dim(query, key, value):
+    return [x[..., :1].expand(x.shape) for x in (query, key, value)]
 
 
 def overlapping_rows(query, key, value):
@@ -244,16 +285,19 @@ LAYOUTS = {
     "bshd": embed_all(order=(0, 2, 1, 3)),
     "sbhd": embed_all(order=(2, 0, 1, 3)),
     "transposed": embed_all(order=(0, 1, 3, 2)),  # the stride of head_dim is not 1
+    "channels_last": embed_all(order=(0, 2, 3, 1)),
     "step2": embed_all(step=2),
     "surrounded": embed_all(margin=(1, 1, 3, 8)),
     "surrounded_odd": embed_all(margin=(1, 1, 1, 3)),  # rows start anywhere
     **{f"offset{n}": embed_all(offset=n) for n in range(1, 8)},
     "bshd_offset4": embed_all(order=(0, 2, 1, 3), margin=(0, 0, 1, 0), offset=4),
+    "padded_rows": padded_rows,
     "packed_qkv": packed_qkv,
     "kv_cache": kv_cache,
     "stride0_heads": stride0_heads,
     "stride0_batch": stride0_batch,
     "stride0_rows": stride0_rows,
+    "stride0_head_dim": stride0_head_dim,
     "overlapping_rows": overlapping_rows,
     "same_tensor": same_tensor,
     "mixed": lambda q, k, v: [
@@ -343,7 +387,7 @@ LENGTHS = (
 )
 HEADS = (
     *((1, 1), (8, 2), (9, 3), (12, 2), (14, 2), (16, 8), (24, 4), (28, 4), (32, 8), (40, 8)),
-    *((64, 4), (64, 8), (5, 1), (6, 1)),
+    *((64, 4), (64, 8), (5, 1), (6, 1), (64, 1)),
 )
 HEAD_DIMS = (1, 8, 16, 33, 40, 64, 72, 80, 96, 128, 192, 256)
 MASK_DIMS = (
@@ -403,6 +447,9 @@ def edge():
     yield Case(next(dtypes), seqlens=(130, 130), layout="same_tensor", is_causal=True)
     for head_dim in (1, 3):
         yield Case(next(dtypes), seqlens=(2, 1), head_dim=head_dim, layout="step2")
+    for head_dim in (1, 7, 65, 100, 129, 250, 255):
+        for layout in ("padded_rows", "surrounded_odd"):
+            yield Case(next(dtypes), head_dim=head_dim, layout=layout, is_causal=head_dim > 100)
     # Masks
     for kind in ("bool", "own", "f32", "bias", "lowest"):
         for memory in ("expanded", "transposed", "step2", "inside"):
@@ -488,7 +535,7 @@ def full():
             "mask": draw.choice(masks) if draw.random() < 0.7 else None,
             "layout": draw.choice(layouts),
             "scale": draw.choice((None, None, None, 0.2, -0.1)),
-            "values": draw.choice(("normal", "normal", "wide", "cold", "rising", "falling")),
+            "values": draw.choice(("normal", "normal", "wide", "cold", "rising", "stairs_down")),
             **draw.choice(BANDS),
         }
         return Case(**{**free, **fixed})
