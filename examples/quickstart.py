@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import flashattn_ext
 
-CUDA_BUILT = flashattn_ext.build_info()["with_cuda"]
+CPU_ONLY_REASON = flashattn_ext.build_info()["cpu_only_reason"]  # None in a build with CUDA
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # Qwen3-0.6B
 
 
@@ -47,15 +47,15 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", help="cuda or cpu; the GPU if there is one")
     args = parser.parse_args()
-    on_gpu = torch.cuda.is_available() and CUDA_BUILT
+    on_gpu = torch.cuda.is_available() and CPU_ONLY_REASON is None
     device = torch.device(args.device or ("cuda" if on_gpu else "cpu"))
     on_gpu = device.type == "cuda"
     seqlen, dtypes = (4096, (torch.float16, torch.bfloat16)) if on_gpu else (512, (torch.float32,))
 
     where = torch.cuda.get_device_name(device) if on_gpu else "the CPU"
     print(f"flashattn_ext {flashattn_ext.__version__} and torch {torch.__version__} on {where}")
-    if torch.cuda.is_available() and not CUDA_BUILT:
-        print("The GPU is not used: flashattn_ext was built without CUDA.")
+    if torch.cuda.is_available() and CPU_ONLY_REASON is not None:
+        print(f"The GPU is not used: built without CUDA kernels, because {CPU_ONLY_REASON}.")
     print(f"causal attention, {HEADS} query and {KV_HEADS} key/value heads of {HEAD_DIM}, ", end="")
     print(f"{seqlen} tokens\n")
     print(f"{'':<10}{'':<7}{'output of the last token':<33}{'largest error':>14}{'time':>12}")
