@@ -214,7 +214,7 @@ def test_grouped_heads_of_other_ranks(device):
     keys, values = (t.expand(3, 2, -1, -1, -1).flatten(0, 1) for t in (key, value))
     assert_close(out.flatten(0, 1), query.flatten(0, 1), keys, values)
     three = scaled_dot_product_attention(query[0, 0], key[0, 0], value[0, 0], enable_gqa=True)
-    assert torch.equal(three, out[0, 0])
+    assert_close(three[None], query[0, :1], key[0], value[0])
 
 
 def test_folding_copies_nothing(device):
@@ -236,7 +236,7 @@ def test_output_layout_follows_query(device):
         key = randn(2, 3, 7, 16, device=device)
         out = scaled_dot_product_attention(query, key, key)
         assert query.shape == shape and out.stride() == torch.empty_like(query).stride()
-        assert torch.equal(out, scaled_dot_product_attention(query.contiguous(), key, key))
+        assert_close(out, query, key, key)
 
 
 def test_nan_in_live_input_shows(device):
@@ -803,6 +803,46 @@ def test_flash_gradients(device, case, lengths, nothing_said):
     expected, _ = plain_attention(*heads_first(*kept), visible[rows], scale)
     theirs = torch.autograd.grad(expected.transpose(1, 2), inputs, weight[:, rows])
     torch.testing.assert_close(ours, theirs)
+
+
+def test_flash_asks_torch_for_no_mask_on_a_square(monkeypatch, nothing_said):
+    """Where torch has a causal kernel that means the same, a mask would cost O(N^2) memory."""
+    asked = []
+
+    def record(*tensors, **options):
+        asked.append((options["attn_mask"] is None, options["is_causal"], options["enable_gqa"]))
+        return torch_sdpa(*tensors, **options)
+
+    monkeypatch.setattr(interface, "_torch_attention", record)
+    with warns_once("a head_dim outside 1 to 256"):
+        for seqlen_q, window_size, causal in (
+            (13, (-1, -1), True),
+            (9, (-1, -1), True),
+            (13, (5, -1), True),
+            (13, (-1, -1), False),
+        ):
+            tensors = flash_inputs("cpu", seqlen_q=seqlen_q, dim=264, heads=(2, 2))
+            flash_attn_func(*tensors, causal=causal, window_size=window_size)
+        flash_attn_func(*flash_inputs("cpu", dim=264, heads=(4, 2)))
+    assert asked == [
+        (True, True, False),
+        (False, False, False),
+        (False, False, False),
+        (True, False, False),
+        (True, False, True),
+    ]
+
+
+def test_flash_rows_without_keys_are_zero_whatever_torch_gives(monkeypatch, nothing_said):
+    """Some of its backends give the mean of the values there."""
+
+    def shifted(*tensors, **options):
+        return torch_sdpa(*tensors, **options) + 1
+
+    monkeypatch.setattr(interface, "_torch_attention", shifted)
+    with warns_once("a head_dim outside 1 to 256"):
+        out = flash_attn_func(*flash_inputs("cpu", seqlen_q=13, seqlen_k=9, dim=264), causal=True)
+    assert (out[:, :4] == 0).all() and (out[:, 4:] != 0).any(-1).all()
 
 
 def test_flash_calls_for_torch(device, nothing_said):
