@@ -822,7 +822,15 @@ def test_flash_asks_torch_for_no_mask_on_a_square(monkeypatch, nothing_said):
             (13, (-1, -1), False),
         ):
             tensors = flash_inputs("cpu", seqlen_q=seqlen_q, dim=264, heads=(2, 2))
-            flash_attn_func(*tensors, causal=causal, window_size=window_size)
+            options = {"causal": causal, "window_size": window_size}
+            out = flash_attn_func(*tensors, **options, return_attn_probs=True)[0]
+            assert_close(
+                out.transpose(1, 2),
+                *heads_first(*tensors),
+                is_causal=causal,
+                window_left=window_size[0],
+                bottom_right=True,
+            )
         flash_attn_func(*flash_inputs("cpu", dim=264, heads=(4, 2)))
     assert asked == [
         (True, True, False),
