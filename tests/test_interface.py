@@ -369,7 +369,7 @@ BAD_CALLS = {
         r"attn_mask: shape must broadcast to .* = \(1, 4, 9, 13\), got \(2, 4, 9, 13\)",
     ),
     "mask of a higher rank": (
-        lambda q, k, v: ((q[0], k[0], v[0], q.new_zeros(1, 4, 9, 13)), {}),
+        lambda q, k, v: ((q[0], k[0], v[0], q.new_zeros(2, 4, 9, 13)), {}),
         r"attn_mask: must have at most as many dimensions .* \(3\), got 4",
     ),
 }

@@ -407,12 +407,15 @@ def lengths(device, seqlen_q, seqlen_k, batch=3):
 def test_compiled_sdpa(device, dynamic):
     counter = CompileCounterWithBackend("aot_eager")
     function = compiled(sdpa_with_options, dynamic=dynamic, backend=counter)
+    calls = []
     for seqlen_q, seqlen_k, batch in ((9, 13, 3), (30, 17, 5), (5, 40, 7)):
         tensors, attn_mask = lengths(device, seqlen_q, seqlen_k, batch)
         ours = function(*tensors, attn_mask)
         for out, expected in zip(ours, sdpa_with_options(*tensors, attn_mask), strict=True):
             assert torch.equal(out, expected) and out.stride() == expected.stride()
-    assert not dynamic or counter.frame_count == 1  # one graph for all lengths
+        calls.append(counter.frame_count)
+    # One graph for all lengths. Some releases of torch call the backend twice for that graph.
+    assert not dynamic or calls[-1] == calls[0]
 
 
 @needs_compile
