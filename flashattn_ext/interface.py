@@ -203,11 +203,6 @@ def _forward_any_rank(query, key, value, attn_mask, is_causal, scale, enable_gqa
     where leading dimensions cannot be merged by strides does the fold copy, as torch's does.
     """
     rank = max(query.dim(), key.dim(), value.dim())
-    if attn_mask is not None and attn_mask.dim() > rank:
-        raise RuntimeError(
-            f"attn_mask: must have at most as many dimensions as query, key and value ({rank}), "
-            f"got {attn_mask.dim()}"
-        )
     if not enable_gqa:
         _check_heads(query, key, value)
     tensors = [t[(None,) * (max(rank, 3) - t.dim())] for t in (query, key, value)]
@@ -226,9 +221,15 @@ def _forward_any_rank(query, key, value, attn_mask, is_causal, scale, enable_gqa
         t.expand(*batch, h, -1, -1).reshape(folded, h, *t.shape[-2:])
         for t, h in zip(tensors, heads, strict=True)
     )
-    if attn_mask is not None and attn_mask.dim() > 3:
+    if attn_mask is not None and rank > 4 and attn_mask.dim() > 3:
         tail = attn_mask.shape[-3:]
-        attn_mask = attn_mask.expand(*batch, *tail).reshape(folded, *tail)
+        try:
+            attn_mask = attn_mask.expand(*batch, *tail).reshape(folded, *tail)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"attn_mask: shape must broadcast to {(*batch, heads[0])} and (seqlen_q, seqlen_k),"
+                f" got {tuple(attn_mask.shape)}"
+            ) from error
     out = ops.forward(query, key, value, attn_mask, is_causal, scale, bottom_right=bottom_right)[0]
     return out.reshape(*(*batch, heads[0])[: rank - 2], *out.shape[-2:])
 

@@ -208,6 +208,14 @@ def test_ranks_and_broadcasting(device, case, with_mask):
         assert_close(out.reshape(four[0].shape), *four, attn_mask)
 
 
+def test_mask_of_batch_one_for_3d_inputs(device):
+    """Newer versions of torch take it."""
+    query, key, value = qkv(device, q=(4, 9, 16), k=(4, 13, 16))
+    attn_mask = torch.rand(1, 4, 9, 13, device=device) < 0.7
+    out = scaled_dot_product_attention(query, key, value, attn_mask)
+    assert torch.equal(out, scaled_dot_product_attention(query, key, value, attn_mask[0]))
+
+
 def test_grouped_heads_of_other_ranks(device):
     query, key, value = qkv(device, q=(3, 2, 8, 9, 16), k=(3, 1, 4, 13, 16))
     out = scaled_dot_product_attention(query, key, value, enable_gqa=True)
@@ -369,8 +377,20 @@ BAD_CALLS = {
         r"attn_mask: shape must broadcast to .* = \(1, 4, 9, 13\), got \(2, 4, 9, 13\)",
     ),
     "mask of a higher rank": (
+        lambda q, k, v: ((q, k, v, q.new_zeros(1, 1, 4, 9, 13)), {}),
+        r"attn_mask: shape must broadcast to .* = \(2, 4, 9, 13\), got \(1, 1, 4, 9, 13\)",
+    ),
+    "mask of a batch for 3-D inputs": (
         lambda q, k, v: ((q[0], k[0], v[0], q.new_zeros(2, 4, 9, 13)), {}),
-        r"attn_mask: must have at most as many dimensions .* \(3\), got 4",
+        r"attn_mask: shape must broadcast to .* = \(1, 4, 9, 13\), got \(2, 4, 9, 13\)",
+    ),
+    "5-D mask": (
+        lambda q, k, v: ((q[None], k[None], v[None], q.new_zeros(3, 2, 4, 9, 13)), {}),
+        r"attn_mask: shape must broadcast to \(1, 2, 4\) and .*, got \(3, 2, 4, 9, 13\)",
+    ),
+    "6-D mask for 5-D inputs": (
+        lambda q, k, v: ((q[None], k[None], v[None], q.new_zeros(1, 1, 2, 4, 9, 13)), {}),
+        r"attn_mask: shape must broadcast to \(1, 2, 4\) and .*, got \(1, 1, 2, 4, 9, 13\)",
     ),
 }
 
@@ -439,7 +459,7 @@ TORCH_CALLS = {
         "a head_dim outside 1 to 256",
     ),
     "no head_dim": (
-        lambda device: (qkv(device, q=(1, 2, 9, 0), k=(1, 2, 13, 0)), {}),
+        lambda device: (qkv("cpu", q=(1, 2, 9, 0), k=(1, 2, 13, 0)), {}),
         "a head_dim outside 1 to 256",
     ),
     "other head_dim of value": (

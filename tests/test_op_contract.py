@@ -407,15 +407,15 @@ def lengths(device, seqlen_q, seqlen_k, batch=3):
 def test_compiled_sdpa(device, dynamic):
     counter = CompileCounterWithBackend("aot_eager")
     function = compiled(sdpa_with_options, dynamic=dynamic, backend=counter)
-    calls = []
+    compilations = []
     for seqlen_q, seqlen_k, batch in ((9, 13, 3), (30, 17, 5), (5, 40, 7)):
         tensors, attn_mask = lengths(device, seqlen_q, seqlen_k, batch)
         ours = function(*tensors, attn_mask)
         for out, expected in zip(ours, sdpa_with_options(*tensors, attn_mask), strict=True):
             assert torch.equal(out, expected) and out.stride() == expected.stride()
-        calls.append(counter.frame_count)
-    # One graph for all lengths. Some releases of torch call the backend twice for that graph.
-    assert not dynamic or calls[-1] == calls[0]
+        compilations.append(counter.frame_count)
+    # The first call may take torch more than one attempt; after it, one graph does for all sizes.
+    assert not dynamic or len(set(compilations)) == 1
 
 
 @needs_compile
