@@ -111,16 +111,33 @@ void read_mask_row(const at::Tensor& mask, int64_t offset, int64_t n, T* bias) {
   }
 }
 
-// A hidden key is hidden whatever its score, NaN included.
+// A hidden key is hidden whatever its score, NaN included. Two loops, because compilers do not put
+// a conditional addition into vector registers.
 template <typename T>
-void add_mask(const T* bias, int64_t first, int64_t end, T* s) {
-  for (int64_t j = first; j < end; ++j) s[j] = bias[j] == -kInf<T> ? -kInf<T> : s[j] + bias[j];
+void add_mask(const T* bias, int64_t n, T* s) {
+  for (int64_t j = 0; j < n; ++j) s[j] += bias[j];
+  for (int64_t j = 0; j < n; ++j) s[j] = bias[j] == -kInf<T> ? bias[j] : s[j];
 }
 
+// A numerator of the softmax below this is as good as 0: the largest of its row is 1. Scores are
+// clamped to it, since vector libraries take underflow and -inf one element at a time.
 template <typename T>
-void fill_outside(int64_t first, int64_t end, int64_t n, T* x) {
-  std::fill(x, x + first, T(0));
-  std::fill(x + end, x + n, T(0));
+constexpr T kNegligible = 4 * std::numeric_limits<T>::min();
+
+// Keeps NaN.
+template <typename T>
+void shift_and_clamp(T shift, int64_t n, T* s) {
+  const T lowest = std::log(kNegligible<T>) - T(0.5);
+  for (int64_t j = 0; j < n; ++j) {
+    const T x = s[j] - shift;
+    s[j] = lowest > x ? lowest : x;
+  }
+}
+
+// The numerator of a hidden key is exactly 0. Keeps NaN.
+template <typename T>
+void drop_negligible(int64_t n, T* p) {
+  for (int64_t j = 0; j < n; ++j) p[j] = p[j] < kNegligible<T> ? T(0) : p[j];
 }
 
 // One block of query rows against all keys that they see. T is the type of all arithmetic.
@@ -170,7 +187,9 @@ class BlockForward {
 
   // Online softmax: takes the keys [n, n + cols) into max_, sum_ and acc_.
   void step(int64_t n, int64_t cols) {
-    if (p_.mask_mode == MaskMode::kTensor && !load_mask(n, cols)) return;
+    const bool masked = needs_mask(n, cols);
+    const bool with_tensor = p_.mask_mode == MaskMode::kTensor;
+    if (with_tensor && !load_mask(n, cols)) return;
 
     const int64_t head_dim = p_.head_dim;
     const int64_t kv_head_idx = head_idx_ / (p_.heads_q / p_.heads_k);
@@ -182,27 +201,24 @@ class BlockForward {
 
     for (int64_t i = 0; i < rows_; ++i) {
       T* s = scores_ + i * cols;
-      const auto [first, end] = visible_columns(n, cols, i);
-      if (p_.mask_mode == MaskMode::kTensor) add_mask(bias_ + i * cols, first, end, s);
-      const T new_max = std::max(max_[i], row_max(s + first, end - first));
-      // Until a row sees its first key, its maximum is -inf: shift by 0 instead, for which exp
-      // gives 0, and NaN where a score is NaN.
+      if (with_tensor) {
+        add_mask(bias_ + i * cols, cols, s);
+      } else if (masked) {
+        hide_band(n, cols, i, s);
+      }
+      const T new_max = std::max(max_[i], row_max(s, cols));
+      // Until a row sees its first key, its maximum is -inf: shift by 0 instead, so that its
+      // numerators become 0, or NaN where a score is NaN.
       const T shift = new_max == -kInf<T> ? T(0) : new_max;
-      for (int64_t j = first; j < end; ++j) s[j] -= shift;
-      // Any small number does: vector libraries are slow for the exponential of -inf.
-      fill_outside(first, end, cols, s);
+      shift_and_clamp(shift, cols, s);
       const T correction = std::exp(max_[i] - shift);
       max_[i] = new_max;
       sum_[i] *= correction;
       for (int64_t d = 0; d < head_dim; ++d) acc_[i * head_dim + d] *= correction;
     }
     exp_inplace(scores);
-    for (int64_t i = 0; i < rows_; ++i) {
-      T* p = scores_ + i * cols;
-      const auto [first, end] = visible_columns(n, cols, i);
-      fill_outside(first, end, cols, p);
-      sum_[i] += row_sum(p + first, end - first);
-    }
+    if (masked) drop_negligible(rows_ * cols, scores_);
+    for (int64_t i = 0; i < rows_; ++i) sum_[i] += row_sum(scores_ + i * cols, cols);
     gemm(matrix(acc_, rows_, head_dim, head_dim), scores, value, 1, 1);
   }
 
@@ -212,20 +228,29 @@ class BlockForward {
     return matrix(data, rows, p_.head_dim, tensor.stride(2));
   }
 
-  // Columns [first, end) of the tile at key n are in the band of row i of the block.
-  std::pair<int64_t, int64_t> visible_columns(int64_t n, int64_t cols, int64_t i) const {
+  // Whether some row may not see some key of the tile.
+  bool needs_mask(int64_t n, int64_t cols) const {
+    return p_.mask_mode == MaskMode::kTensor || n < first_visible(row_begin_ + rows_ - 1) ||
+           n + cols > end_visible(row_begin_);
+  }
+
+  // Writes -inf to the columns of the tile at key n that row i of the block does not see. Returns
+  // the columns that it sees, [first, end).
+  std::pair<int64_t, int64_t> hide_band(int64_t n, int64_t cols, int64_t i, T* x) const {
     const int64_t first = std::clamp<int64_t>(first_visible(row_begin_ + i) - n, 0, cols);
     const int64_t end = std::clamp<int64_t>(end_visible(row_begin_ + i) - n, first, cols);
+    std::fill(x, x + first, -kInf<T>);
+    std::fill(x + end, x + cols, -kInf<T>);
     return {first, end};
   }
 
-  // Fills bias_ with what the mask adds to the scores of the tile, inside of the band. Returns
-  // whether any row sees any key.
+  // Fills bias_ with what the mask tensor adds to the scores of the tile, -inf outside of the band.
+  // Returns whether any row sees any key.
   bool load_mask(int64_t n, int64_t cols) {
     bool visible = false;
     for (int64_t i = 0; i < rows_; ++i) {
       T* bias = bias_ + i * cols;
-      const auto [first, end] = visible_columns(n, cols, i);
+      const auto [first, end] = hide_band(n, cols, i, bias);
       const int64_t offset = batch_idx_ * p_.mask.stride(0) + head_idx_ * p_.mask.stride(1) +
                              (row_begin_ + i) * p_.mask.stride(2) + (n + first) * p_.mask.stride(3);
       read_mask_row(p_.mask, offset, end - first, bias + first);
@@ -244,9 +269,9 @@ class BlockForward {
     const int64_t row_stride = out_.stride(2);
     const int64_t col_stride = out_.stride(3);
     for (int64_t i = 0; i < rows_; ++i) {
-      // The sum is 0 only where the row sees no key: the largest score adds 1 to it.
+      // Scores are -inf where they are hidden; NaN is not, but only the sum shows it.
       const T sum = sum_[i];
-      const bool empty = sum == T(0);
+      const bool empty = max_[i] == -kInf<T> && !std::isnan(sum);
       lse[i] = empty ? -kInf<T> : max_[i] + std::log(sum);
       T* row = acc_ + i * head_dim;
       for (int64_t d = 0; d < head_dim; ++d) row[d] = empty ? T(0) : row[d] / sum;
