@@ -9,6 +9,8 @@
 #include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
 #include <limits>
 #include <tuple>
 #include <type_traits>
@@ -43,9 +45,9 @@ at::Tensor matrix(const T* data, int64_t rows, int64_t cols, int64_t row_stride)
 // The functions of at::cpu are the CPU kernels without the dispatcher, whose cost would show on
 // small tiles.
 
-// c = alpha * a @ b + beta * c
-void gemm(at::Tensor c, const at::Tensor& a, const at::Tensor& b, double alpha, double beta) {
-  at::cpu::addmm_outf(c, a, b, beta, alpha, c);
+// c = a @ b + beta * c
+void gemm(at::Tensor c, const at::Tensor& a, const at::Tensor& b, double beta) {
+  at::cpu::addmm_outf(c, a, b, beta, /*alpha=*/1, c);
 }
 
 void exp_inplace(at::Tensor x) { at::cpu::exp_(x); }
@@ -140,7 +142,8 @@ void drop_negligible(int64_t n, T* p) {
   for (int64_t j = 0; j < n; ++j) p[j] = p[j] < kNegligible<T> ? T(0) : p[j];
 }
 
-// One block of query rows against all keys that they see. T is the type of all arithmetic.
+// One block of query rows against all keys that they see. T is the type of all arithmetic; query
+// comes multiplied by the scale.
 template <typename T>
 class BlockForward {
  public:
@@ -197,7 +200,7 @@ class BlockForward {
     const at::Tensor key = rows_of(key_, kv_head_idx, n, cols);
     const at::Tensor value = rows_of(value_, kv_head_idx, n, cols);
     const at::Tensor scores = matrix(scores_, rows_, cols, cols);
-    gemm(scores, query, key.t(), p_.scale, 0);
+    gemm(scores, query, key.t(), /*beta=*/0);
 
     for (int64_t i = 0; i < rows_; ++i) {
       T* s = scores_ + i * cols;
@@ -219,7 +222,7 @@ class BlockForward {
     exp_inplace(scores);
     if (masked) drop_negligible(rows_ * cols, scores_);
     for (int64_t i = 0; i < rows_; ++i) sum_[i] += row_sum(scores_ + i * cols, cols);
-    gemm(matrix(acc_, rows_, head_dim, head_dim), scores, value, 1, 1);
+    gemm(matrix(acc_, rows_, head_dim, head_dim), scores, value, /*beta=*/1);
   }
 
   at::Tensor rows_of(const at::Tensor& tensor, int64_t head, int64_t row, int64_t rows) const {
@@ -344,7 +347,9 @@ std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& query, const at
   if (query.numel() == 0) return {out, lse};
   const at::Tensor out_compute =
       dtype == compute ? out : at::empty(query.sizes(), query.options().dtype(compute));
-  const at::Tensor q = operand(query, compute);
+  // The scale goes into query and not into the GEMM: BLAS does not look at what it multiplies by 0,
+  // and would lose NaN.
+  const at::Tensor q = operand(query.to(compute).mul(problem.scale), compute);
   const at::Tensor k = operand(key, compute);
   const at::Tensor v = operand(value, compute);
   if (compute == at::kDouble) {
