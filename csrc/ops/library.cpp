@@ -6,6 +6,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <iterator>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -44,12 +45,13 @@ constexpr const char* kCudaArchs = FA_CUDA_ARCHS;
 constexpr const char* kCudaArchs = "";
 #endif
 
-// "8.0+PTX;9.0a" -> ["8.0+PTX", "9.0a"]
-std::vector<std::string> split_archs(const std::string& text) {
-  std::vector<std::string> archs;
-  std::istringstream stream(text);
-  for (std::string arch; std::getline(stream, arch, ';');) archs.push_back(arch);
-  return archs;
+// "8.0+PTX;9.0a" -> ["8.0+PTX", "9.0a"]. TORCH_CUDA_ARCH_LIST also allows spaces and commas.
+std::vector<std::string> split_archs(std::string text) {
+  for (char& c : text) {
+    if (c == ';' || c == ',') c = ' ';
+  }
+  std::istringstream words(text);
+  return {std::istream_iterator<std::string>(words), std::istream_iterator<std::string>()};
 }
 
 std::string compiler() {
