@@ -142,7 +142,11 @@ def test_r10_nan_in_a_hidden_key(device, hide):
             bad = forward(query, bad_key, value, mask, **options)
             unseen = ~visible[:, 33]
             for a, b in zip(clean, bad, strict=True):
-                assert torch.equal(a[:, :, unseen], b[:, :, unseen]), poison
+                if mask is None:
+                    # Rows that see the key stand in the same tile, and may change its rounding.
+                    close(a[:, :, unseen], b[:, :, unseen], dtype)
+                else:
+                    assert torch.equal(a, b), poison
             if math.isnan(poison) and hide in ("causal", "window"):
                 assert bad[0][:, :, ~unseen].isnan().all()
 

@@ -114,7 +114,8 @@ def test_infinite_key(device):
     assert out[:, :, 40:].isnan().all()
     clean = key.clone()
     clean[:, :, 40] = 0
-    assert torch.equal(out[:, :, :40], forward(query, clean, value, is_causal=True)[0][:, :, :40])
+    expected, _ = check(query, clean, value, is_causal=True)
+    close(out[:, :, :40], expected[:, :, :40], torch.float16)
 
 
 def test_largest_float16_values(device):

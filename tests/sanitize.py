@@ -1,0 +1,150 @@
+"""Small forward calls under compute-sanitizer: memcheck, racecheck, synccheck and initcheck.
+
+    python tests/sanitize.py [--tool memcheck ...] [--json FILE]
+
+Runs itself once under each tool and reports the errors found; the exit status is 1 unless every
+tool ran all cases and found nothing. Needs a GPU and compute-sanitizer, which comes with the CUDA
+toolkit. Tensors come straight from the driver instead of torch's cache, so that the tools know
+where each one ends and which bytes nobody wrote.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from cases import Case, to_device
+from reference import assert_close_to_reference, attention_low, attention_ref
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+TIMEOUT_S = 120
+SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+
+CASES = [
+    # Tiles that are full, cut off, or of which a single row or key is left, in every instance.
+    Case(torch.float16, batch=1, heads=(2, 1), seqlens=(129, 200), head_dim=64),
+    Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(130, 257), head_dim=128, is_causal=True),
+    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(65, 129), head_dim=256, is_causal=True),
+    Case(torch.bfloat16, heads=(4, 2), seqlens=(1, 1), head_dim=1),
+    Case(torch.float16, heads=(3, 1), seqlens=(1, 66), head_dim=40),
+    Case(
+        torch.float16, batch=1, heads=(1, 1), seqlens=(150, 70), is_causal=True, bottom_right=True
+    ),
+    Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(200, 200), window=(20, 5), head_dim=96),
+    # Masks of every dtype, with rows and tiles that are hidden, and broadcast by strides.
+    Case(torch.float16, heads=(2, 1), seqlens=(70, 140), mask="bool-bhqk"),
+    Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(70, 140), mask="own-11qk", head_dim=128),
+    Case(torch.float16, seqlens=(66, 129), mask="f32-b11k-expanded", is_causal=True),
+    Case(torch.float16, batch=1, seqlens=(66, 129), mask="bool-bhqk-inside", head_dim=256),
+    # Rows that cannot be loaded as they lie, at the very end of their memory.
+    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(66, 129), head_dim=33, layout="offset1"),
+    Case(
+        torch.bfloat16, batch=1, heads=(1, 1), seqlens=(66, 129), head_dim=72, layout="transposed"
+    ),
+    Case(
+        torch.float16, batch=1, heads=(1, 1), seqlens=(66, 129), head_dim=65, layout="padded_rows"
+    ),
+    Case(torch.float16, batch=1, heads=(2, 1), seqlens=(20, 90), layout="kv_cache"),
+]
+
+
+def run_cases():
+    """What runs under a tool. Inputs are made on the CPU and results judged there, so that hardly
+    any kernels but ours run."""
+    import flashattn_ext  # noqa: F401  registers the operator
+
+    torch.manual_seed(0)
+    for case in CASES:
+        *tensors, mask = case.build("cpu")
+        on_gpu = [x if x is None else to_device(x, "cuda") for x in (*tensors, mask)]
+        out, lse = (x.cpu() for x in torch.ops.fa.forward(*on_gpu, **case.options))
+        reference = attention_ref(*tensors, mask, **case.options)
+        low = attention_low(*tensors, mask, **case.options)
+        assert_close_to_reference(out, lse, reference, low, case.id)
+    print(f"ran {len(CASES)} cases")
+
+
+def find_sanitizer():
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    found = shutil.which("compute-sanitizer")
+    if found is None and CUDA_HOME is not None:
+        found = shutil.which("compute-sanitizer", path=str(Path(CUDA_HOME, "bin")))
+    if found is None:
+        raise SystemExit("compute-sanitizer: not found on PATH nor in the CUDA toolkit")
+    return found
+
+
+def run_tool(sanitizer, tool):
+    """One tool over all cases; `clean` only if it came to its summary and every case ran."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "66", "--print-limit", "20"]
+    command += [sys.executable, __file__, "--run-cases"]
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # a group of its own, which can be killed with all its processes
+    )
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        status = f"stopped after {TIMEOUT_S} s"
+    counts = [int(a or b) for a, b in SUMMARY.findall(output)]
+    clean = status == 0 and counts == [0] and f"ran {len(CASES)} cases" in output
+    result = {
+        "tool": tool,
+        "clean": clean,
+        "errors": counts[0] if len(counts) == 1 else None,
+        "status": status,
+        "cases": len(CASES),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    if not clean:
+        result["output"] = output.splitlines()[-80:]
+    return result
+
+
+def sanitize(tools=TOOLS):
+    """The results of all tools, as dictionaries that json can write."""
+    sanitizer = find_sanitizer()
+    results = []
+    for tool in tools:
+        result = run_tool(sanitizer, tool)
+        verdict = "clean" if result["clean"] else f"NOT clean, exit status {result['status']}"
+        print(f"{tool}: {verdict}, {result['seconds']} s", flush=True)
+        for line in result.get("output", ()):
+            print(f"  {line}", flush=True)
+        results.append(result)
+    return results
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tool", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--run-cases", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run_cases:
+        run_cases()
+        return 0
+    results = sanitize(arguments.tool)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 0 if all(result["clean"] for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
