@@ -21,6 +21,9 @@ enum class MaskDtype : int {
   kFloat32,  // additive
 };
 
+// Rows and columns of a block of FwdParams::mask_summary.
+constexpr int kMaskSummaryBlock = 64;
+
 // "No limit" for window_left and window_right. Small enough that row + window never overflows an
 // int64_t.
 constexpr int64_t kUnlimited = int64_t{1} << 40;

@@ -26,7 +26,6 @@ cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaS
 // Classifies every kMaskSummaryBlock x kMaskSummaryBlock block of a mask tensor as all hidden,
 // mixed or all visible with nothing added, so that attention kernels skip the first kind and take
 // their unmasked loop on the last.
-constexpr int kMaskSummaryBlock = 64;
 int64_t mask_summary_bytes(const FwdParams& params);
 cudaError_t launch_mask_summary(const FwdParams& params, cudaStream_t stream);
 

@@ -56,22 +56,22 @@ int64_t stride_of(const at::Tensor& tensor, int64_t dim) {
 }
 
 // Kernels copy rows to shared memory in aligned pieces of 16 bytes, asynchronously. A view that
-// does not allow it is copied once, to rows padded to whole pieces: rare, and O(seqlen) traffic
-// beside O(seqlen^2) work, where a second, slow load path would burden every kernel.
+// does not allow it is copied once, to rows padded with zeros to whole pieces: rare, and O(seqlen)
+// traffic beside O(seqlen^2) work, where a second, slow load path would burden every kernel.
 at::Tensor aligned_rows(const at::Tensor& tensor) {
   constexpr int64_t kPieceBytes = 16;
   const int64_t piece = kPieceBytes / static_cast<int64_t>(tensor.element_size());
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0 &&
                        stride_of(tensor, 0) % piece == 0 && stride_of(tensor, 1) % piece == 0 &&
-                       stride_of(tensor, 2) % piece == 0;
-  if (aligned && (tensor.size(3) == 1 || tensor.stride(3) == 1)) return tensor;
+                       stride_of(tensor, 2) % piece == 0 && tensor.size(3) % piece == 0;
+  if (aligned && tensor.stride(3) == 1) return tensor;
 
   const int64_t head_dim = tensor.size(3);
   const int64_t padded = (head_dim + piece - 1) / piece * piece;
   at::Tensor copy =
-      at::empty({tensor.size(0), tensor.size(1), tensor.size(2), padded}, tensor.options())
-          .narrow(3, 0, head_dim);
-  copy.copy_(tensor);
+      at::empty({tensor.size(0), tensor.size(1), tensor.size(2), padded}, tensor.options());
+  copy.narrow(3, 0, head_dim).copy_(tensor);
+  if (padded != head_dim) copy.narrow(3, head_dim, padded - head_dim).zero_();
   return copy;
 }
 

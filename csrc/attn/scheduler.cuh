@@ -1,0 +1,70 @@
+// Which tile of work a CTA takes.
+#pragma once
+#include "../params.h"
+#include "../ptx/common.cuh"
+
+namespace fa::attn {
+
+// Division of 0 <= n < 2^31 by a divisor known on the host, as a multiplication and a shift
+// (Granlund and Montgomery 1994). The five divisions a CTA starts with would cost it some hundred
+// instructions each; and a product and a shift, unlike a division, run in the uniform datapath and
+// leave their results in uniform registers.
+struct FastDivide {
+  unsigned divisor = 1, multiplier = 0, shift = 0;
+
+  FastDivide() = default;
+  explicit FastDivide(unsigned d) : divisor(d) {
+    if (d <= 1) return;
+    unsigned log = 0;
+    while ((1ull << log) < d) ++log;
+    multiplier = static_cast<unsigned>(((1ull << (31 + log)) + d - 1) / d);
+    shift = log - 1;
+  }
+#ifdef __CUDACC__
+  FA_DEVICE unsigned quotient(unsigned n) const {
+    return divisor == 1 ? n : __umulhi(n, multiplier) >> shift;
+  }
+#endif
+};
+
+struct WorkTile {
+  int m_block;
+  int head_idx;
+  int kv_head_idx;
+  int batch_idx;
+};
+
+// Order of the tiles. CTAs start in the order of their index, so:
+// - without a band, m_block runs fastest: neighbours read the same keys and values and share them
+// in L2;
+// - with a band the last rows of a causal mask see the most keys and go first (longest first leaves
+// no long tile for the
+//   end), across a section of (batch, head) pairs whose keys and values fit in L2 together.
+// The last section may be smaller than the others.
+struct TileOrder {
+  FastDivide per_section;    // tiles of a section
+  FastDivide section_heads;  // (batch, head) pairs of a section ...
+  FastDivide last_heads;     // ... and of the last one
+  FastDivide heads;          // query heads
+  FastDivide group;          // query heads of a key head
+  unsigned m_blocks;
+  unsigned num_sections;
+  float scale;       // |scale|
+  float scale_log2;  // |scale| * log2(e)
+  bool out_aligned;  // rows of out take 16-byte stores
+};
+
+FA_DEVICE WorkTile tile_of_cta(const TileOrder& order, unsigned cta) {
+  const unsigned section = order.per_section.quotient(cta);
+  const unsigned in_section = cta - section * order.per_section.divisor;
+  const FastDivide& heads =
+      section + 1 == order.num_sections ? order.last_heads : order.section_heads;
+  const unsigned level = heads.quotient(in_section);
+  const unsigned pair = section * order.section_heads.divisor + in_section - level * heads.divisor;
+  const unsigned batch = order.heads.quotient(pair);
+  const unsigned head = pair - batch * order.heads.divisor;
+  return {static_cast<int>(order.m_blocks - 1 - level), static_cast<int>(head),
+          static_cast<int>(order.group.quotient(head)), static_cast<int>(batch)};
+}
+
+}  // namespace fa::attn

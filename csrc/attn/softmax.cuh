@@ -1,0 +1,169 @@
+// Online softmax over the rows of an accumulator tile (Milakov and Gimelshein 2018,
+// arXiv:1805.02867; in base 2 and with the rescaling of O put off, as in FlashAttention,
+// arXiv:2205.14135 and 2307.08691).
+//
+// A lane holds 2 kM rows (two per 16-row tile), each row spread over the four lanes of a quad.
+#pragma once
+#include "../tile/fragment.cuh"
+
+namespace fa::attn {
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Scores are raw products q.k, turned into exponents by one FFMA with `scale_log2` = scale *
+// log2(e); or, with kNatural, finished scores scale * q.k + mask, because a mask that reaches down
+// to the lowest float leaves no room for a factor.
+template <int kM, bool kNatural>
+struct OnlineSoftmax {
+  static constexpr int kRows = 2 * kM;
+
+  // How far, in base 2, a row may rise above its reference before O is rescaled. Any value is
+  // exact; 2^8 keeps P far from the limits of fp16.
+  static constexpr float kRescaleThreshold = 8.f;
+  // The same for exponentiate_at_once, as the largest sum of a lane's P in a tile.
+  static constexpr float kSumLimit = 32768.f;
+
+  float row_max[kRows];  // reference of the exponent, in units of the scores; -inf before the first
+                         // visible key
+  float row_sum[kRows];  // this lane's part of the sum of P
+  float tile_max[kRows];  // of the tile at hand
+  float tile_sum[kRows];
+
+  FA_DEVICE OnlineSoftmax() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.f;
+    }
+  }
+
+  // From units of the scores to exponents of 2.
+  static FA_DEVICE float factor(float scale_log2) { return kNatural ? kLog2E : scale_log2; }
+
+  // ---- With the maximum of every tile: scan_max, rescale, exponentiate, in this order.
+
+  // Rows run fastest: the chains of different rows hide each other's latency.
+  template <int kN>
+  FA_DEVICE void scan_max(const tile::Accumulator<kM, kN>& rS) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float v = fmaxf(rS.x[r / 2][n][2 * (r % 2)], rS.x[r / 2][n][2 * (r % 2) + 1]);
+        tile_max[r] = n == 0 ? v : fmaxf(tile_max[r], v);
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) tile_max[r] = tile::quad_max(tile_max[r]);
+  }
+
+  // One vote for the warp: in most tiles no row outgrew its reference and the whole rescaling is
+  // jumped over.
+  template <int kD>
+  FA_DEVICE void rescale(tile::Accumulator<kM, kD>& rO, float scale_log2) {
+    bool outgrown = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      // Never true for two -inf (their difference is NaN), always for the first finite maximum.
+      outgrown |= (tile_max[r] - row_max[r]) * factor(scale_log2) > kRescaleThreshold;
+    }
+    if (!__any_sync(0xffffffff, outgrown)) return;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float old_max = row_max[r];
+      row_max[r] = fmaxf(old_max, tile_max[r]);
+      // old_max is -inf before the first visible key: then alpha is 0, and so are O and the sum.
+      const float alpha =
+          ptx::ex2_approx_ftz((old_max - finite_or_zero(row_max[r])) * factor(scale_log2));
+      row_sum[r] *= alpha;
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+        rO.x[r / 2][d][2 * (r % 2)] *= alpha;
+        rO.x[r / 2][d][2 * (r % 2) + 1] *= alpha;
+      }
+    }
+  }
+
+  template <int kN>
+  FA_DEVICE void exponentiate(tile::Accumulator<kM, kN>& rS, float scale_log2) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const float reference = finite_or_zero(row_max[r]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& s = rS.x[r / 2][n][2 * (r % 2) + i];
+          s = ptx::ex2_approx_ftz(kNatural ? (s - reference) * kLog2E
+                                           : fmaf(s, scale_log2, -(reference * scale_log2)));
+        }
+        row_sum[r] += rS.x[r / 2][n][2 * (r % 2)] + rS.x[r / 2][n][2 * (r % 2) + 1];
+      }
+    }
+  }
+
+  // ---- Without it: once a row has a reference, later scores are exponentiated against it at once,
+  // with no maximum, no shuffle and no wait for the whole tile. Scores far above the reference show
+  // in the sums (at or above kSumLimit, inf or NaN, and so does a row that has no reference yet):
+  // then accept() is false, nothing was added, and the caller computes these scores again for the
+  // three functions above. Exact for every input.
+
+  // Gives rows without a reference (nothing summed so far) the maximum of some of their raw scores.
+  template <int kN>
+  FA_DEVICE void seed_reference(const tile::Accumulator<kM, kN>& rS, float scale) {
+    scan_max(rS);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      if (row_max[r] == -INFINITY) row_max[r] = kNatural ? tile_max[r] * scale : tile_max[r];
+    }
+  }
+
+  // Raw scores to P. In slices (slice g of kSlices) that a product can interleave with its own
+  // instructions.
+  template <int kSlices, int kN>
+  FA_DEVICE void exponentiate_at_once(tile::Accumulator<kM, kN>& rS, int g, float scale_log2) {
+    constexpr int kItems = kN * kRows;
+#pragma unroll
+    for (int t = g * kItems / kSlices; t < (g + 1) * kItems / kSlices; ++t) {
+      const int n = t / kRows, r = t % kRows, e = 2 * (r % 2);
+#pragma unroll
+      for (int i = e; i < e + 2; ++i) {
+        float& s = rS.x[r / 2][n][i];
+        s = ptx::ex2_approx_ftz(fmaf(s, scale_log2, -(row_max[r] * factor(scale_log2))));
+      }
+      const float sum = rS.x[r / 2][n][e] + rS.x[r / 2][n][e + 1];
+      tile_sum[r] = n == 0 ? sum : tile_sum[r] + sum;
+    }
+  }
+
+  FA_DEVICE bool accept() {
+    bool good = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) good &= tile_sum[r] < kSumLimit;  // false for NaN
+    if (!__all_sync(0xffffffff, good)) return false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row_sum[r] += tile_sum[r];
+    return true;
+  }
+
+  // Divides row r of rO by its sum and returns the LSE. A row without a visible key gets 0 and
+  // -inf.
+  template <int kD>
+  FA_DEVICE float finalize(tile::Accumulator<kM, kD>& rO, int r, float scale) {
+    const float sum = tile::quad_sum(row_sum[r]);
+    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+#pragma unroll
+    for (int d = 0; d < kD; ++d) {
+      rO.x[r / 2][d][2 * (r % 2)] *= inverse;
+      rO.x[r / 2][d][2 * (r % 2) + 1] *= inverse;
+    }
+    return sum == 0.f ? -INFINITY
+                      : finite_or_zero(row_max[r]) * (kNatural ? 1.f : scale) + __logf(sum);
+  }
+
+  // As a reference, -inf would turn hidden scores (-inf) into NaN; a row of NaN scores stays NaN
+  // with 0 as well.
+  static FA_DEVICE float finite_or_zero(float v) { return v == -INFINITY ? 0.f : v; }
+};
+
+}  // namespace fa::attn

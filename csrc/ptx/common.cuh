@@ -1,0 +1,37 @@
+// What every kernel needs of the machine: addresses in shared memory and thread indices.
+#pragma once
+#include <cstdint>
+
+#define FA_DEVICE __device__ __forceinline__
+
+namespace fa::ptx {
+
+// Shared-memory address as the 32-bit operand of ldmatrix, cp.async and friends.
+FA_DEVICE uint32_t smem_addr(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+FA_DEVICE int lane_id() {
+  int lane;
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
+// threadIdx.x read once more. What is computed from it inside a loop is computed there, instead of
+// being kept in registers across the loop (or spilled) because it does not change.
+FA_DEVICE int thread_index_again() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
+FA_DEVICE unsigned block_index_again() {
+  unsigned index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
+// Broadcast from lane 0 so that the compiler knows the value is the same in the whole warp.
+FA_DEVICE int warp_id() { return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0); }
+
+}  // namespace fa::ptx

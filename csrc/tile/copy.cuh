@@ -1,0 +1,47 @@
+// Tiles between global and shared memory: rows of 16-bit elements, 16 bytes at a time, swizzled.
+#pragma once
+#include "../ptx/sm80.cuh"
+#include "swizzle.cuh"
+
+namespace fa::tile {
+
+// Where one of kThreads threads stands in the copy of a tile [kRows][kCols]. Eight threads cover
+// 128 bytes of a row; a thread keeps its row and column for the other 128-byte lines of the row
+// (constant offsets, no address arithmetic) and walks the rows in steps of kRowStep.
+template <int kRows, int kCols, int kThreads>
+struct TileCopy {
+  static constexpr int kLines = kCols / 64;
+  static constexpr int kRowStep = kThreads / 8;
+  static constexpr int kSteps = kRows / kRowStep;
+  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "row & 7 is the same in every step");
+
+  static FA_DEVICE int row(int thread) { return thread / 8; }
+  static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
+  static FA_DEVICE uint32_t smem_offset(int thread) {
+    return swizzle<kCols>(row(thread), thread % 8);
+  }
+
+  // Enqueues step i of the copy of a tile that lies inside the matrix. address: smem_offset added
+  // to the tile; source: the thread's element of this step; col: its column. Columns past head_dim,
+  // and everything if valid is false, become zeros and are not read. The caller commits.
+  static FA_DEVICE void load_step(uint32_t address, const uint16_t* source, int i, int col,
+                                  int head_dim, bool valid) {
+#pragma unroll
+    for (int line = 0; line < kLines; ++line)
+      ptx::cp_async_cg_16(address + i * kRowStep * kCols * 2 + line * 128, source + line * 64,
+                          valid && col + line * 64 < head_dim);
+  }
+
+  // Enqueues the whole copy of a tile of which rows_left rows, counted from the thread's first,
+  // exist; the rest becomes zeros, whatever memory holds there.
+  static FA_DEVICE void load_bounded(uint32_t address, const uint16_t* source, int64_t row_stride,
+                                     int col, int head_dim, int rows_left) {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      load_step(address, source, i, col, head_dim, i * kRowStep < rows_left);
+      source += kRowStep * row_stride;
+    }
+  }
+};
+
+}  // namespace fa::tile
