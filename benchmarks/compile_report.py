@@ -105,7 +105,8 @@ def run_nvcc(arguments: list) -> tuple[str, float]:
         log_file.seek(0)
         log = log_file.read()
     if status != 0:
-        sys.exit(f"{shlex.join(map(str, arguments))}\n{log}compile report: nvcc failed")
+        errors = re.sub(r"^(ptxas info .*|.* bytes stack frame.*)\n", "", log, flags=re.MULTILINE)
+        sys.exit(f"{shlex.join(map(str, arguments))}\n{errors}compile report: nvcc failed")
     return log, usage.ru_utime + usage.ru_stime
 
 
@@ -136,9 +137,18 @@ def demangle(kernels: list[Kernel]) -> None:
         return
     names = "\n".join(kernel.name for kernel in kernels)
     output = subprocess.run([tool], input=names, capture_output=True, text=True, check=True).stdout
+    params = re.sub("//.*", "", (ROOT / "csrc/params.h").read_text())
+    enums = {
+        enum: re.findall(r"\bk[A-Z]\w*", body)
+        for enum, body in re.findall(r"enum class (\w+) : int {(.*?)}", params, re.DOTALL)
+    }
+
+    def enumerator(match: re.Match) -> str:  # (fa::MaskMode)1 -> kBand
+        return enums[match[1]][int(match[2])] if match[1] in enums else match[0]
+
     for kernel, name in zip(kernels, output.splitlines(), strict=True):
-        name = re.sub(r"\(fa::(\w+)\)(\d+)", r"\1=\2", name)  # (fa::MaskMode)1 -> MaskMode=1
-        name = re.sub(r"^void ", "", name).replace("fa::", "")
+        name = re.sub(r"\(fa::(\w+)\)(\d+)", enumerator, name)
+        name = re.sub(r"^void |fa::|\(anonymous namespace\)::", "", name).replace("> >", ">>")
         kernel.name = re.sub(r"\(.*$", "", name)
 
 
