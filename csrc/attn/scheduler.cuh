@@ -49,8 +49,8 @@ struct TileOrder {
   FastDivide group;          // query heads of a key head
   unsigned m_blocks;
   unsigned num_sections;
-  float scale;       // |scale|
-  float scale_log2;  // |scale| * log2(e)
+  float scale;       // positive: see fold_scale
+  float scale_log2;  // scale * log2(e)
   bool out_aligned;  // rows of out take 16-byte stores
 };
 

@@ -18,7 +18,7 @@ struct KernelShape {
 
 // Portable forward (mma.sync, sm_80 and newer). smem_limit_bytes is the device's opt-in maximum per
 // CTA; it picks the tile (99 KiB devices get the smaller one). head_dim 1 to 256, batch and heads_q
-// at least 1, seqlen_q at least 1; seqlen_k may be 0. With MaskMode::kTensor, launch_mask_summary
+// at least 1, seqlen_q at least 1; seqlen_k at least 1. With MaskMode::kTensor, launch_mask_summary
 // must have been enqueued before on the same stream.
 KernelShape describe_fwd_sm80(int head_dim, int smem_limit_bytes);
 cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaStream_t stream);
