@@ -30,7 +30,12 @@ if Path(flashattn_ext.__file__).resolve().parent == CHECKOUT / "flashattn_ext":
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, help="seed of the random inputs (default: a new one)")
-    parser.addoption("--full", action="store_true", help="also run the long sweeps and big tensors")
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="also the long sweeps (minutes on a GPU, a quarter of an hour on two cores) and "
+        "tensors of many GiB",
+    )
 
 
 def pytest_configure(config):

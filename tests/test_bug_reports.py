@@ -420,12 +420,14 @@ def test_r31_storage_offsets(device):
     for dtype in DTYPES[device]:
         for head_dim in (64, 128):
             shape = (2, 4, 64, head_dim)
+            strides = torch.empty(shape).stride()
+            memory = randn(3, math.prod(shape) + 8, device=device, dtype=dtype)
             for first in range(8):
+                offsets = [(first + i) % 8 for i in range(3)]
                 tensors = [
-                    randn(math.prod(shape) + 8, device=device, dtype=dtype)
-                    .as_strided(shape, torch.empty(shape).stride(), (first + i) % 8)
-                    for i in range(3)
-                ]  # fmt: skip
+                    row[offset:].as_strided(shape, strides)
+                    for row, offset in zip(memory, offsets, strict=True)
+                ]
                 check(*tensors)
 
 
