@@ -159,6 +159,20 @@ def _call_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enabl
             key, value = key[..., :0, :, :], value[..., :0, :, :]
         # Empty, with torch's shape, errors and gradient functions.
         return query @ key.transpose(-2, -1) @ value
+    only_mask = attn_mask is not None and attn_mask.requires_grad
+    if only_mask and not any(t.requires_grad for t in tensors):
+        # torch's fused kernels save no LSE then, and their backward fails on CUDA (torch 2.11,
+        # pytorch/pytorch#148476); its plain one gives the gradient of the mask.
+        return torch._scaled_dot_product_attention_math(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            bool(is_causal),
+            scale=scale,
+            enable_gqa=bool(enable_gqa),
+        )[0]
     return _torch_attention(
         query,
         key,
