@@ -78,8 +78,9 @@ def main():
     parser.add_argument("--no-sanitize", action="store_true", help="leave compute-sanitizer out")
     parser.add_argument("--commit", help="the commit tested, where the files lie outside git")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("pytest", nargs="*", help="more arguments of pytest, after --")
-    arguments = parser.parse_args()
+    # Split here: argparse does not keep what follows "--" apart once options precede it.
+    split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    arguments = parser.parse_args(sys.argv[1:split])
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA GPU: the tests for a CPU run with pytest alone")
     if not flashattn_ext.build_info()["with_cuda"]:
@@ -95,7 +96,9 @@ def main():
         "kind": "tests",
         "environment": stamp,
         "package": flashattn_ext.build_info(),
-        "pytest": run_pytest(arguments.select, arguments.seed, arguments.full, arguments.pytest),
+        "pytest": run_pytest(
+            arguments.select, arguments.seed, arguments.full, sys.argv[split + 1 :]
+        ),
         "sanitize": None if arguments.no_sanitize else sanitize.sanitize(),
     }
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
