@@ -1,21 +1,18 @@
 """Qwen3 from scratch, with PyTorch's attention or ours.
 
-    python examples/qwen3.py                        random weights: the 0.6B shape on a GPU,
-                                                    a tiny one on a CPU
-    python examples/qwen3.py path/to/Qwen3-0.6B     a published checkpoint folder (config.json and
-                                                    *.safetensors; needs the package safetensors,
-                                                    and tokenizers to read and write text)
-    python examples/qwen3.py --attention ours       time one of the two only
+    python examples/qwen3.py                      random weights: 0.6B shape on a GPU, tiny on a CPU
+    python examples/qwen3.py path/to/Qwen3-0.6B   a published checkpoint folder (config.json and
+                                                  *.safetensors; needs the package safetensors)
 
-Prints the time of the prompt (prefill), the tokens per second after it (decode), and the largest
-difference between the logits of the two. Tensors are (batch, seqlen, heads, head_dim).
+Prints for each the time of the prompt (prefill) and the tokens per second after it (decode), then
+the largest difference between their logits. Tensors are (batch, seqlen, heads, head_dim).
 """
 
 import argparse
 import json
-import sys
 import time
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,37 +41,26 @@ TINY = Config(512, 128, 256, 3, 8, 2, head_dim=32)
 
 
 def attention_torch(query, key, value):
-    """Causal attention of the last queries, by PyTorch: the last query sees the last key."""
-    seqlen_q, seqlen_k = query.shape[1], key.shape[1]
+    """Causal attention of the newest tokens: the last query is aligned with the last key."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    new, total = q.shape[2], k.shape[2]
     mask = None
-    if 1 < seqlen_q < seqlen_k:  # is_causal would let query 0 see key 0 only
-        mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
-        mask = mask.tril(seqlen_k - seqlen_q)
-    out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        attn_mask=mask,
-        is_causal=seqlen_q == seqlen_k,
-        enable_gqa=True,
-    )
+    if 1 < new < total:  # is_causal would let query 0 see key 0 only
+        mask = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=new == total, enable_gqa=True)
     return out.transpose(1, 2)
 
 
-def attention_ours(query, key, value):
-    """The same by our kernel, whose causal rule aligns the last query with the last key."""
-    return flash_attn_func(query, key, value, causal=True)
-
-
-ATTENTION = {"torch": attention_torch, "ours": attention_ours}
+ATTENTION = {"torch": attention_torch, "ours": partial(flash_attn_func, causal=True)}
+Linear = partial(nn.Linear, bias=False)
 
 
 class KVCache:
-    """Keys and values of all layers, allocated once for max_length tokens."""
-
     def __init__(self, model, batch, max_length):
-        config = model.config
-        heads = (config.num_key_value_heads, config.head_dim)
-        self.keys = model.norm.weight.new_empty(config.num_hidden_layers, batch, max_length, *heads)
-        self.values = torch.empty_like(self.keys)
+        """Makes room for the keys and values of all layers."""
+        heads = (model.config.num_key_value_heads, model.config.head_dim)
+        shape = (model.config.num_hidden_layers, batch, max_length, *heads)
+        self.keys, self.values = (model.norm.weight.new_empty(shape) for _ in range(2))
         self.length = 0  # tokens that every layer holds
 
     def append(self, layer, key, value):
@@ -94,9 +80,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.float() * scale).to(x.dtype)
 
 
 def rotate(x, cos, sin):
@@ -109,12 +94,10 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
-        size_q = config.num_attention_heads * config.head_dim
-        size_k = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, size_q, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, size_k, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, size_k, bias=False)
-        self.o_proj = nn.Linear(size_q, config.hidden_size, bias=False)
+        self.q_proj = Linear(config.hidden_size, config.num_attention_heads * config.head_dim)
+        self.k_proj = Linear(config.hidden_size, config.num_key_value_heads * config.head_dim)
+        self.v_proj = Linear(config.hidden_size, config.num_key_value_heads * config.head_dim)
+        self.o_proj = Linear(config.num_attention_heads * config.head_dim, config.hidden_size)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
@@ -127,16 +110,14 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
-
     def __init__(self, config):
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # SwiGLU
 
 
 class Block(nn.Module):
@@ -153,23 +134,19 @@ class Block(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """Parameter names are those of the published checkpoints, without their prefix "model."."""
-
     def __init__(self, config):
+        """Parameters are named as in the published checkpoints, without the prefix "model."."""
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, tokens, cache, attention, keep=1):
-        """Logits (batch, keep, vocab_size) of the last ``keep`` of the new tokens.
-
-        tokens: (batch, seqlen), which follow those in the cache and are added to it.
-        """
+        """Adds tokens (batch, seqlen) to the cache; returns the logits of the last ``keep``."""
         x = self.embed_tokens(tokens)
         steps = torch.arange(0, self.config.head_dim, 2, device=x.device) / self.config.head_dim
         position = torch.arange(cache.length, cache.length + tokens.shape[1], device=x.device)
@@ -184,8 +161,8 @@ class Qwen3(nn.Module):
 def random_model(config, device, dtype):
     with torch.device(device):
         model = Qwen3(config).to(dtype)
-    for name, parameter in model.named_parameters():
-        if "norm" not in name:
+    for parameter in model.parameters():
+        if parameter.dim() == 2:  # all but the norms
             nn.init.normal_(parameter, std=0.02)
     return model
 
@@ -193,145 +170,66 @@ def random_model(config, device, dtype):
 def load_config(folder):
     raw = json.loads((folder / "config.json").read_text())
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}  # newer and older files
-    if raw["model_type"] != "qwen3" or raw.get("use_sliding_window"):
-        raise SystemExit(f"{folder}: only dense Qwen3 without sliding windows can be loaded")
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise SystemExit(f"{folder}: only plain rotary embeddings can be loaded, got {rope}")
+    plain_rope = rope.get("rope_type", rope.get("type", "default")) == "default"
+    if raw["model_type"] != "qwen3" or raw.get("use_sliding_window") or not plain_rope:
+        raise SystemExit(f"{folder}: only dense Qwen3 with plain RoPE, no window, can be loaded")
     raw["rope_theta"] = raw.get("rope_theta") or rope["rope_theta"]
     return Config(**{field.name: raw[field.name] for field in fields(Config) if field.name in raw})
 
 
 def load_model(folder, device, dtype):
-    """Reads one checkpoint folder, sharded or not, straight into place on the device."""
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    with torch.device("meta"):
+    with torch.device("meta"):  # no memory until the weights come
         model = Qwen3(load_config(folder))
-    files = [folder / "model.safetensors"]
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text())["weight_map"].values())
-        files = [folder / shard for shard in sorted(shards)]
     weights = {}
-    for number, file in enumerate(files):
-        progress("loading", number, len(files))
-        with safe_open(file, framework="pt", device=str(device)) as shard:
-            for name in shard.keys():  # noqa: SIM118 (shard is no dict)
-                weights[name.removeprefix("model.")] = shard.get_tensor(name).to(dtype)
+    for shard in folder.glob("model*.safetensors"):
+        for name, tensor in load_file(shard, device=str(device)).items():
+            weights[name.removeprefix("model.")] = nn.Parameter(tensor.to(dtype))
     if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["embed_tokens.weight"]
-    model.load_state_dict(weights, assign=True)
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
+    model.load_state_dict(weights, assign=True)  # an error names missing weights
     return model
 
 
-def load_tokenizer(folder):
-    """The checkpoint's tokenizer, or None without its file or without the package tokenizers."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return None
-    file = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.is_file() else None
-
-
-def progress(what, done, total):
-    """One line on the terminal that overwrites itself; cleared when all is done."""
-    if sys.stderr.isatty():
-        text = f"{what} {done}/{total}" if done < total else ""
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
-def prefill(model, tokens, cache, attention, chunk, keep=1):
-    """Logits of the last ``keep`` prompt tokens; the prompt goes in ``chunk`` tokens at a time."""
-    for piece in tokens.split(chunk, dim=1):
-        progress("prompt token", cache.length, tokens.shape[1])
-        logits = model(piece, cache, attention, keep)
-    progress("prompt token", cache.length, tokens.shape[1])
-    return logits
-
-
-def generate(model, tokens, new_tokens, attention, chunk):
-    """Greedy continuation: (the new tokens, prefill seconds, decode tokens per second)."""
+def generate(model, tokens, new_tokens, attention):
+    """Greedy continuation: (new tokens on the CPU, prefill seconds, decode tokens per second)."""
     cache = KVCache(model, tokens.shape[0], tokens.shape[1] + new_tokens)
-    start = clock(tokens.device)
-    token = prefill(model, tokens, cache, attention, chunk).argmax(-1)
-    prefilled = clock(tokens.device)
-    new = [token]
-    for step in range(1, new_tokens):
-        progress("new token", step, new_tokens)
-        token = model(token, cache, attention).argmax(-1)
-        new.append(token)
-    progress("new token", new_tokens, new_tokens)
-    decoded = clock(tokens.device)
-    return torch.cat(new, 1), prefilled - start, (new_tokens - 1) / (decoded - prefilled)
-
-
-def clock(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    new, times = [], [time.perf_counter()]
+    for _ in range(new_tokens):
+        tokens = model(tokens, cache, attention).argmax(-1)
+        new.append(tokens.cpu())  # waits for the GPU
+        times.append(time.perf_counter())
+    return torch.cat(new, 1), times[1] - times[0], (new_tokens - 1) / (times[-1] - times[1])
 
 
 @torch.inference_mode()
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, help="folder of a published Qwen3")
-    parser.add_argument("--attention", choices=["torch", "ours", "both"], default="both")
+    parser.add_argument("--attention", choices=list(ATTENTION), help="time this one only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"])
-    parser.add_argument("--prompt", default="Attention is all you need, because")
-    parser.add_argument("--prompt-length", type=int, help="random tokens instead of a text")
-    parser.add_argument("--new-tokens", type=int, help="at least 2")
-    parser.add_argument("--chunk", type=int, default=8192, help="prompt tokens per forward pass")
+    parser.add_argument("--prompt-length", type=int, default=512, help="random tokens")
+    parser.add_argument("--new-tokens", type=int, default=32, help="at least 2")
     args = parser.parse_args()
-    device = torch.device(args.device)
-    on_gpu = device.type == "cuda"
-    dtype = getattr(torch, args.dtype or ("bfloat16" if on_gpu else "float32"))
-    new_tokens = args.new_tokens or (64 if on_gpu else 16)
-
     torch.manual_seed(0)
-    tokenizer = None
+    on_gpu = args.device.startswith("cuda")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     if args.checkpoint:
-        model = load_model(args.checkpoint, device, dtype)
-        tokenizer = load_tokenizer(args.checkpoint)
+        model = load_model(args.checkpoint, args.device, dtype)
     else:
-        model = random_model(QWEN3_0_6B if on_gpu else TINY, device, dtype)
-    if tokenizer and not args.prompt_length:
-        tokens = torch.tensor([tokenizer.encode(args.prompt).ids], device=device)
-    else:
-        length = args.prompt_length or (2048 if on_gpu else 128)
-        tokens = torch.randint(model.config.vocab_size, (1, length), device=device)
-
-    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    where = torch.cuda.get_device_name(device) if on_gpu else "the CPU"
-    print(f"Qwen3 of {millions:,.1f} million parameters", end="")
-    print(f" from {args.checkpoint}" if args.checkpoint else ", random weights", end="")
-    print(f", {str(dtype).removeprefix('torch.')} on {where}")
-    print(f"{tokens.shape[1]} prompt tokens, {new_tokens} new tokens\n")
-
-    # The last prompt tokens' logits of both; also the warm-up for the times.
-    logits, new = {}, {}
-    for name, attention in ATTENTION.items():
-        cache = KVCache(model, *tokens.shape)
-        logits[name] = prefill(model, tokens, cache, attention, args.chunk, keep=256).float()
+        model = random_model(QWEN3_0_6B if on_gpu else TINY, args.device, dtype)
+    tokens = torch.randint(model.config.vocab_size, (1, args.prompt_length), device=args.device)
+    print(f"Qwen3 from {args.checkpoint or 'random weights'}, {dtype} on {args.device}\n")
     print(f"{'attention':<10}{'prefill':>12}{'decode':>18}")
-    for name in ATTENTION if args.attention == "both" else [args.attention]:
-        for _ in range(2 if on_gpu else 1):  # the first run on a GPU also pays for plans and caches
-            result = generate(model, tokens, new_tokens, ATTENTION[name], args.chunk)
-        new[name], seconds, rate = result
+    for name in [args.attention] if args.attention else ATTENTION:
+        for _ in range(2):  # the first is the warm-up
+            _, seconds, rate = generate(model, tokens, args.new_tokens, ATTENTION[name])
         print(f"{name:<10}{seconds * 1e3:>9.1f} ms{rate:>9.1f} tokens/s")
-
-    difference = (logits["torch"] - logits["ours"]).abs().max().item()
-    largest = logits["torch"].abs().max().item()
-    print(f"\nlargest logit difference: {difference:.2g} (logits reach {largest:.3g})")
-    if args.attention == "both":
-        same = (new["torch"] == new["ours"])[0].long().cumprod(0).sum().item()
-        print(f"equal greedy tokens: the first {same} of {new_tokens}")
-    if tokenizer:
-        for name, ids in new.items():
-            print(f"\n{name}: {tokenizer.decode(torch.cat([tokens, ids], 1)[0].tolist())}")
+    logits = []
+    for attention in ATTENTION.values():
+        logits.append(model(tokens, KVCache(model, *tokens.shape), attention, keep=256).float())
+    print(f"\nlargest logit difference: {(logits[0] - logits[1]).abs().max().item():.2g}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ eager attention in the dtype of the test, and 2 ulp.
 
 import importlib.util
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -98,8 +99,9 @@ def test_generate(device, checkpoint, qwen3):
     example, exact, eager = load(qwen3, checkpoint, device, "ours")
     tokens = torch.randint(example.config.vocab_size, (1, PROMPT), device=device)
     new, prefill_seconds, rate = qwen3.generate(
-        example, tokens, new_tokens=8, attention=qwen3.attention_ours, chunk=9
+        example, tokens, new_tokens=8, attention=qwen3.ATTENTION["ours"]
     )
+    new = new.to(device)
     assert new.shape == (1, 8) and prefill_seconds > 0 and rate > 0
     everything = torch.cat([tokens, new], dim=1)
     right = exact(everything, logits_to_keep=9).logits[0, :-1]
@@ -109,31 +111,28 @@ def test_generate(device, checkpoint, qwen3):
     assert ((right.amax(dim=1) - chosen) <= 2 * bound).all()
 
 
-@torch.inference_mode()
-def test_main(checkpoint, qwen3, monkeypatch, capsys):
-    """The command line with a checkpoint and its tokenizer."""
-    tokenizers = pytest.importorskip("tokenizers", reason="needs tokenizers")
-    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(512)}, unk_token="w0")
-    tokenizer = tokenizers.Tokenizer(words)
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    tokenizer.save(str(checkpoint / "tokenizer.json"))
-    argv = ["qwen3.py", str(checkpoint), "--device", "cpu", "--new-tokens", "4"]
-    monkeypatch.setattr("sys.argv", [*argv, "--prompt", "w1 w2 w3 w4 w5"])
+@pytest.mark.parametrize("only", [None, "torch", "ours"])
+def test_main(only, checkpoint, qwen3, monkeypatch, capsys):
+    """The command line with a checkpoint: a row for each attention, and their difference."""
+    argv = ["qwen3.py", str(checkpoint), "--device", "cpu", "--prompt-length", "5"]
+    argv += ["--new-tokens", "4"] + (["--attention", only] if only else [])
+    monkeypatch.setattr("sys.argv", argv)
     qwen3.main()
     printed = capsys.readouterr().out
-    assert "5 prompt tokens, 4 new tokens" in printed
-    assert "largest logit difference" in printed
-    assert "equal greedy tokens" in printed
-    assert "ours: w1 w2 w3 w4 w5 w" in printed
+    assert f"Qwen3 from {checkpoint}" in printed
+    rows = re.findall(r"^(\w+) +[\d.]+ ms +[\d.]+ tokens/s$", printed, re.MULTILINE)
+    assert rows == ([only] if only else ["torch", "ours"])
+    difference = float(re.search(r"^largest logit difference: (\S+)$", printed, re.MULTILINE)[1])
+    assert difference < 1e-3
 
 
 def test_cache_is_never_overrun(qwen3):
     model = qwen3.random_model(qwen3.TINY, "cpu", torch.float32)
     cache = qwen3.KVCache(model, 1, 5)
     with torch.no_grad():
-        model(torch.zeros(1, 4, dtype=torch.long), cache, qwen3.attention_ours)
+        model(torch.zeros(1, 4, dtype=torch.long), cache, qwen3.ATTENTION["ours"])
         with pytest.raises(RuntimeError, match="cache: holds 5 tokens, got 6"):
-            model(torch.zeros(1, 2, dtype=torch.long), cache, qwen3.attention_ours)
+            model(torch.zeros(1, 2, dtype=torch.long), cache, qwen3.ATTENTION["ours"])
 
 
 @pytest.mark.parametrize(
