@@ -7,8 +7,8 @@ namespace fa {
 
 enum class Dtype : int { kFloat16, kBFloat16 };
 
-// How a score gets masked. Each mode is a kernel of its own; everything finer is decided at run
-// time.
+// How a score gets masked. Kernels may treat kFull as an unlimited band; everything finer is
+// decided at run time.
 enum class MaskMode : int {
   kFull,    // every key below seqlen_k is visible
   kBand,    // window_left / window_right around the diagonal; causal is the band (unlimited, 0)
@@ -29,8 +29,9 @@ constexpr int kMaskSummaryBlock = 64;
 constexpr int64_t kUnlimited = int64_t{1} << 40;
 
 // Forward. All strides count elements. The last dimension of query, key, value and out has
-// stride 1. Rows of query, key and value start on 16-byte boundaries (pointer and strides); rows of
-// out may start anywhere.
+// stride 1. Rows of query, key and value start on 16-byte boundaries (pointer and strides), and
+// where head_dim is no multiple of 8 they go on with zeros to the next one; rows of out may start
+// anywhere.
 struct FwdParams {
   const void* query;  // [batch, heads_q, seqlen_q, head_dim]
   const void* key;    // [batch, heads_k, seqlen_k, head_dim]
@@ -40,8 +41,8 @@ struct FwdParams {
   void* out;          // [batch, heads_q, seqlen_q, head_dim]
   float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
 
-  // Scratch for MaskMode::kTensor: two bits per (query block, key block) of the mask, written by
-  // launch_mask_summary; see kernels/launch.h. Null otherwise.
+  // Scratch for MaskMode::kTensor: one MaskClass per block of the mask, written by
+  // launch_mask_summary; layout in attn/block_info.cuh. Null otherwise.
   uint8_t* mask_summary;
 
   int64_t query_stride[3];  // batch, head, row

@@ -240,3 +240,32 @@ def test_mask_of_another_dtype(device, dtype):
 def test_many_query_blocks(device):
     """Half a million queries and few keys."""
     check(*qkv((2, 1), (2**19 + 5, 3), 8, device=device))
+
+
+def test_rows_without_keys_beside_nan_values(device):
+    """A row that sees nothing is 0 even if the tile it lies in multiplies a NaN by 0."""
+    query, key, value = qkv((1, 1), (40, 33), 64, device=device)
+    value[:] = torch.nan
+    out, lse = torch.ops.fa.forward(query, key, value, is_causal=True, bottom_right=True)
+    assert not out[:, :, :7].any() and out[:, :, 7:].isnan().all()
+    assert torch.equal(lse[:, :, :7], torch.full_like(lse[:, :, :7], -torch.inf))
+
+
+@pytest.mark.parametrize("which", ["query", "key"])
+def test_lengths_at_the_limit_of_int(device, which):
+    """Expanded tensors reach any length without memory; what kernels cannot count is refused."""
+    if device == "cpu":
+        pytest.skip("the CPU backend counts in 64 bits")
+    row = torch.randn(1, 1, 1, 64, dtype=torch.float16, device=device)
+    long = row.expand(1, 1, 2**31 - 1, 64)
+    with pytest.raises(RuntimeError, match=f"{which}: seqlen must be at most 2147483392, got"):
+        torch.ops.fa.forward(*((long, row, row) if which == "query" else (row, long, long)))
+
+
+def test_too_many_tiles(device):
+    if device == "cpu":
+        pytest.skip("the CPU backend has no grid")
+    row = torch.randn(1, 1, 1, 1, dtype=torch.float16, device=device)
+    query = row.expand(65536, 32769, 1, 1)
+    with pytest.raises(RuntimeError, match=r"below 2\^31, got 65536 \* 32769 \* 1"):
+        torch.ops.fa.forward(query, row.expand(65536, 1, 1, 1), row.expand(65536, 1, 1, 1))

@@ -6,7 +6,7 @@
 namespace fa::attn {
 
 // Division of 0 <= n < 2^31 by a divisor known on the host, as a multiplication and a shift
-// (Granlund and Montgomery 1994). The five divisions a CTA starts with would cost it some hundred
+// (Granlund and Montgomery 1994). The divisions a CTA starts with would cost it some hundred
 // instructions each; and a product and a shift, unlike a division, run in the uniform datapath and
 // leave their results in uniform registers.
 struct FastDivide {
@@ -35,11 +35,9 @@ struct WorkTile {
 };
 
 // Order of the tiles. CTAs start in the order of their index, so:
-// - without a band, m_block runs fastest: neighbours read the same keys and values and share them
-// in L2;
-// - with a band the last rows of a causal mask see the most keys and go first (longest first leaves
-// no long tile for the
-//   end), across a section of (batch, head) pairs whose keys and values fit in L2 together.
+// - without a right limit, m_block runs fastest: neighbours read the same keys from L2;
+// - with one, the last rows see the most keys and go first, so that no long tile is left for the
+//   end, across a section of (batch, head) pairs whose keys and values fit in L2 together.
 // The last section may be smaller than the others.
 struct TileOrder {
   FastDivide per_section;    // tiles of a section

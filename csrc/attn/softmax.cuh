@@ -17,8 +17,8 @@ template <int kM, bool kNatural>
 struct OnlineSoftmax {
   static constexpr int kRows = 2 * kM;
 
-  // How far, in base 2, a row may rise above its reference before O is rescaled. Any value is
-  // exact; 2^8 keeps P far from the limits of fp16.
+  // How far, in base 2, a row may rise above its reference before O is rescaled. Larger
+  // values are as exact while P fits fp16 and O, larger than its end value by as much, fp32.
   static constexpr float kRescaleThreshold = 8.f;
   // The same for exponentiate_at_once, as the largest sum of a lane's P in a tile.
   static constexpr float kSumLimit = 32768.f;
@@ -106,7 +106,8 @@ struct OnlineSoftmax {
   // with no maximum, no shuffle and no wait for the whole tile. Scores far above the reference show
   // in the sums (at or above kSumLimit, inf or NaN, and so does a row that has no reference yet):
   // then accept() is false, nothing was added, and the caller computes these scores again for the
-  // three functions above. Exact for every input.
+  // three functions above. As exact as they are: O may be 2^15 larger than its end value meanwhile,
+  // which fits fp32 for |V| up to 1e33.
 
   // Gives rows without a reference (nothing summed so far) the maximum of some of their raw scores.
   template <int kN>
@@ -151,11 +152,14 @@ struct OnlineSoftmax {
   template <int kD>
   FA_DEVICE float finalize(tile::Accumulator<kM, kD>& rO, int r, float scale) {
     const float sum = tile::quad_sum(row_sum[r]);
-    const float inverse = sum == 0.f ? 0.f : 1.f / sum;
+    const float inverse = 1.f / sum;
 #pragma unroll
     for (int d = 0; d < kD; ++d) {
-      rO.x[r / 2][d][2 * (r % 2)] *= inverse;
-      rO.x[r / 2][d][2 * (r % 2) + 1] *= inverse;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& o = rO.x[r / 2][d][2 * (r % 2) + i];
+        o = sum == 0.f ? 0.f : o * inverse;  // not 0 * o: a hidden V may have brought a NaN
+      }
     }
     return sum == 0.f ? -INFINITY
                       : finite_or_zero(row_max[r]) * (kNatural ? 1.f : scale) + __logf(sum);

@@ -3,7 +3,6 @@
 #include <cuda_runtime_api.h>
 
 #include <type_traits>
-#include <utility>
 
 namespace fa {
 

@@ -6,9 +6,8 @@
 // A warp owns whole rows: its scores S become P and P becomes the operand of P V without leaving
 // its registers.
 //
-//   shared      sQ [kBlockM][D]     ring of kStages tiles  sK [kBlockN][D], sV [kBlockN][D]
-//   (128-byte XOR swizzle)
-//               one tile ahead: cp.async of block n - 1 runs while block n is computed
+//   shared   sQ [kBlockM][D]    sK, sV [kStages][kBlockN][D], a ring    (128-byte XOR swizzle)
+//            one block ahead: cp.async of block n - 1 runs while block n is computed
 //
 //   a warp, block n, all keys visible (the usual case), halves a and b of the block:
 //
@@ -21,15 +20,15 @@
 //   sequence end or a mask tensor cuts through, the block goes in pieces of kPieceN keys through
 //   the textbook order: S, mask, maximum, rescale O, P, O += P V.
 //
-//   D 256: one piece a block, Q in registers, and mbarriers in place of __syncthreads, so that the
-//   two warps of a scheduler can drift apart and one computes products while the other
-//   exponentiates.
+//   D 256 where shared memory holds 128 rows: one piece a block, Q in registers (if no mask tensor
+//   is read), and mbarriers in place of __syncthreads, so that the two warps of a scheduler drift
+//   apart and one computes products while the other exponentiates.
 //
 // Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
-// Needs    16-byte aligned rows of Q, K, V; head_dim 1 to 256, zero-filled to the next of 64, 128,
-// 256. Bounds   mma.sync reaches 645 TFLOPS on an H200, with operands from shared memory 590 (32
-// rows a warp) or 470 (16
-//          rows, all that D 256 leaves registers for). Numbers: benchmarks/results.
+// Needs    what FwdParams says of rows. A head_dim between 64, 128 and 256 is filled with zeros.
+// Bounds   mma.sync reaches 645 TFLOPS on an H200. With operands out of shared memory it is 590
+//          for 32 rows a warp and 470 for 16, which is all that D 256 leaves registers for.
+// Numbers  benchmarks/results.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -255,8 +254,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
   ptx::cp_async_commit_group();
   if constexpr (Config::kTile.mbarriers) ptx::cp_async_mbarrier_arrive_noinc(full);
 
-  // Enqueues the copies of `block` (nothing if it lies before the first) to the ring's `stage`
-  // (an offset in bytes).
+  // Enqueues the copies of `block` to the ring's `stage` (an offset in bytes). Past the last block
+  // nothing is read; zeros are written where a branch around them would cost more.
   int thread_block = start_block;  // where gK_next and gV_next point
   auto load_block = [&](int block, bool valid, uint32_t stage) {
     const int t = ptx::thread_index_again(), col = CopyKv::col(t);
@@ -422,10 +421,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
     }
     block = next;
   }
-  if (num_blocks <= 0) {
-    ptx::cp_async_wait_group<0>();  // copies to sQ, where O goes
-    __syncthreads();
-  }
+  ptx::cp_async_wait_group<0>();
+  if (num_blocks <= 0) __syncthreads();  // the copies to sQ, where O goes, have landed
   store_output<Config>(p, order, smem_raw, rO, softmax);
 }
 

@@ -8,7 +8,7 @@
 
 namespace fa {
 
-// What one kernel instance takes from an SM; for build_info() and the compile report.
+// What one kernel instance takes from an SM; for the op layer and the compile report.
 struct KernelShape {
   int block_m;     // query rows of a CTA
   int block_n;     // keys of a tile
@@ -17,9 +17,10 @@ struct KernelShape {
 };
 
 // Portable forward (mma.sync, sm_80 and newer). smem_limit_bytes is the device's opt-in maximum per
-// CTA; it picks the tile (99 KiB devices get the smaller one). head_dim 1 to 256, batch and heads_q
-// at least 1, seqlen_q at least 1; seqlen_k at least 1. With MaskMode::kTensor, launch_mask_summary
+// CTA; it picks the tile above head_dim 128. Lengths are 1 to kMaxSeqlen, batch and heads at least
+// 1, batch * heads_q * (query blocks) at most 2^31 - 1. With MaskMode::kTensor, launch_mask_summary
 // must have been enqueued before on the same stream.
+constexpr int kMaxSeqlen = 2147483647 - 255;  // the end of the last block still fits an int
 KernelShape describe_fwd_sm80(int head_dim, int smem_limit_bytes);
 cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaStream_t stream);
 

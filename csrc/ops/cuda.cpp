@@ -21,13 +21,24 @@ void check_cuda(const at::Tensor& query, const Problem& problem) {
   TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16,
               "query: dtype must be float16 or bfloat16 on CUDA, got ", dtype,
               "; convert query, key and value, or use torch's scaled_dot_product_attention");
-  const auto check_int = [](const char* name, int64_t size) {
-    TORCH_CHECK(size <= std::numeric_limits<int>::max(), name, " must be below 2^31, got ", size);
+  const auto check_at_most = [](const char* name, int64_t size, int64_t limit) {
+    TORCH_CHECK(size <= limit, name, " must be at most ", limit, ", got ", size);
   };
-  check_int("query: batch", problem.batch);
-  check_int("query: heads", problem.heads_q);
-  check_int("query: seqlen", problem.seqlen_q);
-  check_int("key: seqlen", problem.seqlen_k);
+  constexpr int64_t kMaxInt = std::numeric_limits<int>::max();
+  check_at_most("query: batch", problem.batch, kMaxInt);
+  check_at_most("query: heads", problem.heads_q, kMaxInt);
+  check_at_most("query: seqlen", problem.seqlen_q, kMaxSeqlen);
+  check_at_most("key: seqlen", problem.seqlen_k, kMaxSeqlen);
+}
+
+// The kernel's grid: one CTA for each block of rows of each head.
+void check_grid(const Problem& problem, int block_m) {
+  const int64_t pairs = problem.batch * problem.heads_q;  // below 2^62
+  const int64_t blocks = (problem.seqlen_q + block_m - 1) / block_m;
+  if (blocks == 0) return;
+  TORCH_CHECK(pairs <= std::numeric_limits<int>::max() / blocks,
+              "query: batch * heads * ceil(seqlen / ", block_m, ") must be below 2^31, got ",
+              problem.batch, " * ", problem.heads_q, " * ", blocks);
 }
 
 void check_device(const cudaDeviceProp& device) {
@@ -137,6 +148,9 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
   const c10::cuda::CUDAGuard guard(query.device());
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   check_device(device);
+  const int smem_limit_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
+  const int head_dim = static_cast<int>(problem.head_dim);
+  check_grid(problem, describe_fwd_sm80(head_dim, smem_limit_bytes).block_m);
 
   // Allocate.
   at::Tensor out = at::empty_like(query);
@@ -168,7 +182,6 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
   if (problem.mask_mode == MaskMode::kTensor) {
     check_launch(launch_mask_summary(params, stream), device);
   }
-  const int smem_limit_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
   check_launch(launch_fwd_sm80(params, smem_limit_bytes, stream), device);
   if (!rows_fit) out.copy_(out_rows);
   return {out, lse};

@@ -14,8 +14,6 @@ FA_DEVICE int fragment_col(int lane, int e) { return 2 * (lane % 4) + e % 2; }
 // kM x kN accumulators of 16 rows and 8 columns: a warp's tile [16 * kM][8 * kN] in fp32.
 template <int kM, int kN>
 struct Accumulator {
-  static constexpr int kRowTiles = kM;
-  static constexpr int kColTiles = kN;
   float x[kM][kN][4];
 
   FA_DEVICE void clear() {
