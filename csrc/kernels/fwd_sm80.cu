@@ -142,6 +142,7 @@ FA_DEVICE void store_output(const FwdParams& p, const attn::TileOrder& order, un
     const int row = row_begin + lane / 4 + 8 * r;
     if (lane % 4 == 0 && row < p.seqlen_q) gLse[row] = lse;
   }
+  __syncwarp();  // other lanes' ldmatrix of Q are over; O overwrites it
 #pragma unroll
   for (int m = 0; m < Config::kRowTiles; ++m) {
 #pragma unroll
