@@ -7,6 +7,7 @@ mean what they mean for every torch extension. A GPU is never asked for.
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,9 +51,13 @@ def arch_list() -> str:
     """TORCH_CUDA_ARCH_LIST with our default; torch turns it into -gencode flags."""
     archs = (os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHS).strip().replace(" ", ";")
     os.environ["TORCH_CUDA_ARCH_LIST"] = archs
-    for version in re.findall(r"\d+\.\d+", archs):
-        if float(version) < 8.0:
-            raise SystemExit(f"TORCH_CUDA_ARCH_LIST: the kernels need 8.0 or newer, got {archs}")
+    for arch in archs.split(";"):
+        version = re.fullmatch(r"(\d+\.\d+)[af]?(\+PTX)?", arch)
+        if version is None or float(version.group(1)) < 8.0:
+            raise SystemExit(
+                "TORCH_CUDA_ARCH_LIST: must be versions from 8.0 on, such as "
+                f"{DEFAULT_ARCHS!r}, got {archs!r}"
+            )
     return archs
 
 
@@ -111,6 +116,8 @@ class Build(BuildExtension):
         (folder / "_build.py").write_text(text)
 
 
+if shutil.which(get_cxx_compiler()) is None:
+    raise SystemExit(f"flashattn_ext: no C++ compiler found ({get_cxx_compiler()}; set CXX)")
 VERSION = re.search(r'__version__ = "(.+)"', read(str(ROOT / "flashattn_ext/__init__.py"))).group(1)
 REASON = why_cpu_only()
 os.environ.setdefault("MAX_JOBS", str(job_count()))

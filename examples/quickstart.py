@@ -6,11 +6,14 @@ Runs on the GPU if there is one, else on the CPU (or where --device says); needs
 import argparse
 import statistics
 import time
+import warnings
 
-import torch
-import torch.nn.functional as F
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
-import flashattn_ext
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+
+import flashattn_ext  # noqa: E402
 
 CPU_ONLY_REASON = flashattn_ext.build_info()["cpu_only_reason"]  # None in a build with CUDA
 HEADS, KV_HEADS, HEAD_DIM = 16, 8, 128  # Qwen3-0.6B

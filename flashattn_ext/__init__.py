@@ -1,5 +1,7 @@
 """Exact attention from our own CUDA and CPU kernels, in the shape of torch's own operator."""
 
+import importlib
+
 import torch
 
 try:
@@ -24,7 +26,8 @@ def _same_binary(built: str, found: str) -> bool:
 if not _same_binary(TORCH_VERSION, torch.__version__):
     raise ImportError(
         f"flashattn_ext was built with torch {TORCH_VERSION}, found torch {torch.__version__}: "
-        "reinstall it with `pip install --no-build-isolation --force-reinstall --no-deps .`"
+        "reinstall it from a checkout with `pip install setuptools ninja pybind11 && "
+        "pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
 
 from . import _C  # noqa: E402
@@ -32,6 +35,14 @@ from .interface import flash_attn_func, scaled_dot_product_attention  # noqa: E4
 
 __version__ = "0.1.0"
 __all__ = ["build_info", "flash_attn_func", "scaled_dot_product_attention"]
+
+
+def __getattr__(name: str):
+    # So that `flashattn_ext.transformers.register()` needs no import of its own, and
+    # `import flashattn_ext` does not import Hugging Face transformers.
+    if name == "transformers":
+        return importlib.import_module(".transformers", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def build_info() -> dict:

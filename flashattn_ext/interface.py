@@ -159,7 +159,7 @@ def _call_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enabl
             key, value = key[..., :0, :, :], value[..., :0, :, :]
         # Empty, with torch's shape, errors and gradient functions.
         return query @ key.transpose(-2, -1) @ value
-    only_mask = attn_mask is not None and attn_mask.requires_grad
+    only_mask = isinstance(attn_mask, torch.Tensor) and attn_mask.requires_grad
     if only_mask and not any(t.requires_grad for t in tensors):
         # torch's fused kernels save no LSE then, and their backward fails on CUDA (torch 2.11,
         # pytorch/pytorch#148476); its plain one gives the gradient of the mask.
@@ -283,7 +283,8 @@ def scaled_dot_product_attention(
     Returns:
         Tensor of shape `(..., heads_q, seqlen_q, head_dim)`, in the dtype and, for 4-D input, with
         the strides of `torch.empty_like(query)`. A query that sees no key gives 0. NaN in an input
-        that takes part shows in the output.
+        that takes part shows in the output; a NaN or infinite value row of a hidden key may, as
+        0 times it is NaN.
 
     Under `torch.autocast` query, key, value and an additive mask are cast first, as torch casts
     them.
@@ -305,6 +306,11 @@ def scaled_dot_product_attention(
         raise RuntimeError(f"query, key, value: must have at least 2 dimensions, got {ranks}")
     bottom_right = False
     if attn_mask is not None:
+        if not isinstance(attn_mask, torch.Tensor) or attn_mask.is_nested:
+            # torch's own error, or its own meaning.
+            return _call_torch(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
         if isinstance(attn_mask, CausalBias):
             if is_causal:
                 raise ValueError("attn_mask: a CausalBias must not be used with is_causal=True")
@@ -355,6 +361,9 @@ def _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slope
             "alibi_slopes: ALiBi is not supported, got a value; pass None, and give the biases to "
             "scaled_dot_product_attention as attn_mask"
         )
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or not all(isinstance(side, (int, torch.SymInt)) for side in window_size):
+        raise RuntimeError(f"window_size: must be two integers (left, right), got {window_size!r}")
     if min(window_size) < -1:
         raise RuntimeError(
             f"window_size: sides must be -1 (unlimited) or at least 0, got {tuple(window_size)}"
@@ -383,7 +392,7 @@ def _logsumexp(query, key, visible, scale):
     """LSE in plain torch, (batch, heads_q, seqlen_q), for calls that the kernels do not do."""
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     groups = query.size(1) // max(key.size(1), 1)
-    scale = query.size(3) ** -0.5 if scale is None else scale
+    scale = max(query.size(3), 1) ** -0.5 if scale is None else scale
     keys = key.to(dtype).repeat_interleave(groups, 1)
     scores = query.to(dtype) @ keys.transpose(2, 3) * scale
     if visible is not None:

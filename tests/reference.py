@@ -192,14 +192,16 @@ def error_bound(reference, low, dtype):
     weights, which no kernel with half-precision products can avoid, and one for the rest. The ulp
     is taken at softmax(S) |V|, which the errors of the weights are multiplied with, also where the
     terms of an output cancel. The last part is the rounding of the scores in the accumulator, which
-    a row of few keys cannot average out; for float16 and bfloat16 it is far below an ulp unless
-    scores reach thousands.
+    a row of few keys cannot average out: a sum of head_dim products is off by about
+    sqrt(head_dim) eps of their size, more where they are alike. For float16 and bfloat16 it is far
+    below an ulp unless scores reach thousands.
     """
     error = (low.double() - reference.out).abs().nan_to_num(nan=0.0, posinf=0.0)
     accumulator = torch.promote_types(dtype, torch.float32)
-    score_rounding = 4 * torch.finfo(accumulator).eps * reference.score_size[..., None]
+    eps = (4 + reference.out.shape[-1] ** 0.5) * torch.finfo(accumulator).eps
     # In float64 the reference has the same rounding errors as the result.
-    ulps = 8 if dtype == torch.float64 else 2
+    eps, ulps = (2 * eps, 8) if dtype == torch.float64 else (eps, 2)
+    score_rounding = eps * reference.score_size[..., None]
     return (
         2 * error.amax(dim=-1, keepdim=True)
         + ulps * ulp(reference.magnitude, dtype)

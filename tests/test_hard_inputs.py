@@ -269,3 +269,14 @@ def test_too_many_tiles(device):
     query = row.expand(65536, 32769, 1, 1)
     with pytest.raises(RuntimeError, match=r"below 2\^31, got 65536 \* 32769 \* 1"):
         torch.ops.fa.forward(query, row.expand(65536, 1, 1, 1), row.expand(65536, 1, 1, 1))
+
+
+def test_weights_below_any_number_are_zero(device):
+    """A key 200 below the maximum weighs e^-200: nothing, however large its value is."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    options = {"dtype": dtype, "device": device}
+    query = torch.full((1, 1, 1, 1), 100.0, **options)
+    key = torch.tensor([1.0, -1.0], **options).view(1, 1, 2, 1)
+    value = torch.tensor([1.0, 3e38], **options).view(1, 1, 2, 1)
+    out, _ = torch.ops.fa.forward(query, key, value)
+    assert out.item() == 1

@@ -901,3 +901,18 @@ def test_exports():
     for function in (scaled_dot_product_attention, flash_attn_func):
         for word in ("Args:", "Returns:", "Raises:", *inspect.signature(function).parameters):
             assert word in function.__doc__, f"{function.__name__}: {word} is not documented"
+
+
+@pytest.mark.parametrize("window", [3, (1,), (None, None), (1.5, 0)], ids=str)
+def test_flash_window_of_another_form(window):
+    q = randn(1, 5, 2, 16)
+    with pytest.raises(RuntimeError, match="window_size: must be two integers"):
+        flash_attn_func(q, q, q, window_size=window)
+
+
+def test_mask_that_is_no_tensor():
+    """The error is torch's, whatever it is in this version."""
+    with pytest.raises(TypeError):
+        torch_sdpa(*qkv("cpu"), attn_mask=[1])
+    with pytest.raises(TypeError):
+        scaled_dot_product_attention(*qkv("cpu"), attn_mask=[1])

@@ -136,7 +136,7 @@ void shift_and_clamp(T shift, int64_t n, T* s) {
   }
 }
 
-// The numerator of a hidden key is exactly 0. Keeps NaN.
+// Numerators that were clamped are exactly 0, whatever value they meet. Keeps NaN.
 template <typename T>
 void drop_negligible(int64_t n, T* p) {
   for (int64_t j = 0; j < n; ++j) p[j] = p[j] < kNegligible<T> ? T(0) : p[j];
@@ -220,7 +220,7 @@ class BlockForward {
       for (int64_t d = 0; d < head_dim; ++d) acc_[i * head_dim + d] *= correction;
     }
     exp_inplace(scores);
-    if (masked) drop_negligible(rows_ * cols, scores_);
+    drop_negligible(rows_ * cols, scores_);
     for (int64_t i = 0; i < rows_; ++i) sum_[i] += row_sum(scores_ + i * cols, cols);
     gemm(matrix(acc_, rows_, head_dim, head_dim), scores, value, /*beta=*/1);
   }
