@@ -126,14 +126,17 @@ void add_mask(const T* bias, int64_t n, T* s) {
 template <typename T>
 constexpr T kNegligible = 4 * std::numeric_limits<T>::min();
 
-// Keeps NaN.
+// Returns whether anything was clamped. Keeps NaN.
 template <typename T>
-void shift_and_clamp(T shift, int64_t n, T* s) {
+bool shift_and_clamp(T shift, int64_t n, T* s) {
   const T lowest = std::log(kNegligible<T>) - T(0.5);
+  unsigned clamped = 0;  // a count, which compilers can add up in vector registers
   for (int64_t j = 0; j < n; ++j) {
     const T x = s[j] - shift;
+    clamped += lowest > x;
     s[j] = lowest > x ? lowest : x;
   }
+  return clamped > 0;
 }
 
 // Numerators that were clamped are exactly 0, whatever value they meet. Keeps NaN.
@@ -202,6 +205,7 @@ class BlockForward {
     const at::Tensor scores = matrix(scores_, rows_, cols, cols);
     gemm(scores, query, key.t(), /*beta=*/0);
 
+    bool clamped = false;
     for (int64_t i = 0; i < rows_; ++i) {
       T* s = scores_ + i * cols;
       if (with_tensor) {
@@ -213,14 +217,14 @@ class BlockForward {
       // Until a row sees its first key, its maximum is -inf: shift by 0 instead, so that its
       // numerators become 0, or NaN where a score is NaN.
       const T shift = new_max == -kInf<T> ? T(0) : new_max;
-      shift_and_clamp(shift, cols, s);
+      clamped |= shift_and_clamp(shift, cols, s);
       const T correction = std::exp(max_[i] - shift);
       max_[i] = new_max;
       sum_[i] *= correction;
       for (int64_t d = 0; d < head_dim; ++d) acc_[i * head_dim + d] *= correction;
     }
     exp_inplace(scores);
-    drop_negligible(rows_ * cols, scores_);
+    if (clamped) drop_negligible(rows_ * cols, scores_);
     for (int64_t i = 0; i < rows_; ++i) sum_[i] += row_sum(scores_ + i * cols, cols);
     gemm(matrix(acc_, rows_, head_dim, head_dim), scores, value, /*beta=*/1);
   }
