@@ -106,3 +106,9 @@ def free_gpu_memory():
     yield require
     with contextlib.suppress(RuntimeError):
         torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def nothing_said(monkeypatch):
+    """As in a fresh process: no reason has been given yet."""
+    monkeypatch.setattr(flashattn_ext.interface, "_warned", set())

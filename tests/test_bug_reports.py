@@ -7,6 +7,8 @@ wrong. The right answer is that of the schema in csrc/ops/library.cpp. Numbers t
 about backward, packed sequences, paged caches or installing.
 
 Reports in float32 run in the half types on a GPU, where the kernels have no others.
+
+One file, though a long one: a report is looked up by its number.
 """
 
 import math

@@ -1,4 +1,7 @@
-"""fa::forward as the dispatcher, torch.compile, torch.export and CUDA streams see it."""
+"""fa::forward as the dispatcher, torch.compile, torch.export and CUDA streams see it.
+
+Long, but one subject: what holds of the operator whatever it computes.
+"""
 
 import warnings
 

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
+#include <algorithm>
 #include <iterator>
 #include <optional>
 #include <sstream>
@@ -45,11 +46,9 @@ constexpr const char* kCudaArchs = FA_CUDA_ARCHS;
 constexpr const char* kCudaArchs = "";
 #endif
 
-// "8.0+PTX;9.0a" -> ["8.0+PTX", "9.0a"]. TORCH_CUDA_ARCH_LIST also allows spaces and commas.
+// "8.0+PTX;9.0a" -> ["8.0+PTX", "9.0a"].
 std::vector<std::string> split_archs(std::string text) {
-  for (char& c : text) {
-    if (c == ';' || c == ',') c = ' ';
-  }
+  std::replace(text.begin(), text.end(), ';', ' ');
   std::istringstream words(text);
   return {std::istream_iterator<std::string>(words), std::istream_iterator<std::string>()};
 }
