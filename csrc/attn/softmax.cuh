@@ -57,31 +57,44 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) tile_max[r] = tile::quad_max(tile_max[r]);
   }
 
-  // One vote for the warp: in most tiles no row outgrew its reference and the whole rescaling is
-  // jumped over.
-  template <int kD>
-  FA_DEVICE void rescale(tile::Accumulator<kM, kD>& rO, float scale_log2) {
+  // Moves the references of rows that outgrew theirs up to the tile's maximum. Returns whether O has
+  // to follow, by scale_output with these factors. One vote for the warp: in most tiles no row
+  // outgrew its reference and the whole rescaling is jumped over.
+  FA_DEVICE bool advance_reference(float scale_log2, float (&alpha)[kRows]) {
     bool outgrown = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       // Never true for two -inf (their difference is NaN), always for the first finite maximum.
       outgrown |= (tile_max[r] - row_max[r]) * factor(scale_log2) > kRescaleThreshold;
     }
-    if (!__any_sync(0xffffffff, outgrown)) return;
+    if (!__any_sync(0xffffffff, outgrown)) return false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const float old_max = row_max[r];
       row_max[r] = fmaxf(old_max, tile_max[r]);
       // old_max is -inf before the first visible key: then alpha is 0, and so are O and the sum.
-      const float alpha =
-          ptx::ex2_approx_ftz((old_max - finite_or_zero(row_max[r])) * factor(scale_log2));
-      row_sum[r] *= alpha;
+      alpha[r] = ptx::ex2_approx_ftz((old_max - finite_or_zero(row_max[r])) * factor(scale_log2));
+      row_sum[r] *= alpha[r];
+    }
+    return true;
+  }
+
+  template <int kD>
+  FA_DEVICE void scale_output(tile::Accumulator<kM, kD>& rO, const float (&alpha)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
 #pragma unroll
       for (int d = 0; d < kD; ++d) {
-        rO.x[r / 2][d][2 * (r % 2)] *= alpha;
-        rO.x[r / 2][d][2 * (r % 2) + 1] *= alpha;
+        rO.x[r / 2][d][2 * (r % 2)] *= alpha[r];
+        rO.x[r / 2][d][2 * (r % 2) + 1] *= alpha[r];
       }
     }
+  }
+
+  template <int kD>
+  FA_DEVICE void rescale(tile::Accumulator<kM, kD>& rO, float scale_log2) {
+    float alpha[kRows];
+    if (advance_reference(scale_log2, alpha)) scale_output(rO, alpha);
   }
 
   template <int kN>

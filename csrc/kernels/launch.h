@@ -24,6 +24,9 @@ constexpr int kMaxSeqlen = 2147483647 - 255;  // the end of the last block still
 KernelShape describe_fwd_sm80(int head_dim, int smem_limit_bytes);
 cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaStream_t stream);
 
+// Hopper forward (TMA and wgmma, sm_90a).
+cudaError_t launch_fwd_sm90(const FwdParams& params, int num_sms, int shape, cudaStream_t stream);
+
 // Classifies every kMaskSummaryBlock x kMaskSummaryBlock block of a mask tensor as all hidden,
 // mixed or all visible with nothing added, so that attention kernels skip the first kind and take
 // their unmasked loop on the last.

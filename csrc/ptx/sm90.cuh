@@ -1,0 +1,93 @@
+// Instructions of sm_90 and sm_90a apart from wgmma, one function each, named as in the PTX manual.
+#pragma once
+#include <cuda.h>
+
+#include "common.cuh"
+
+namespace fa::ptx {
+
+// ---- mbarrier
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
+
+// Makes initialised barriers known to the async proxy, which completes transactions on them.
+FA_DEVICE void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+// One arrival, and `bytes` more that copies have to complete before the phase does.
+FA_DEVICE void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+// Waits until the phase of this parity is complete. try_wait sleeps in hardware meanwhile.
+FA_DEVICE void mbarrier_try_wait_parity(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred done;\n"
+      "wait%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra wait%=;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- Bulk tensor copies (TMA) of rank 4
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+
+FA_DEVICE void prefetch_tensormap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+// The box at coordinates (x, y, z, w), innermost first, to shared memory; its bytes complete on
+// `barrier`. What lies outside the tensor becomes zero and counts as well.
+FA_DEVICE void cp_async_bulk_tensor_4d_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier,
+                                            int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(smem),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+// The reverse. What lies outside the tensor is not written.
+FA_DEVICE void cp_async_bulk_tensor_4d_store(const CUtensorMap* map, uint32_t smem, int x, int y,
+                                             int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], "
+      "[%1];" ::"l"(map),
+      "r"(smem), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+FA_DEVICE void cp_async_bulk_commit_group() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// Until all stores of this thread have read their shared memory.
+FA_DEVICE void cp_async_bulk_wait_group_read_0() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// Shared memory written by ordinary stores becomes visible to the async proxy (TMA, wgmma).
+FA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Warpgroups
+
+FA_DEVICE int warpgroup_id() {
+  return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);
+}
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
+template <int kRegisters>
+FA_DEVICE void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+FA_DEVICE void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
+FA_DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
+FA_DEVICE void stmatrix_x4(uint32_t smem, const uint32_t (&d)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
+               "r"(d[0]), "r"(d[1]), "r"(d[2]), "r"(d[3])
+               : "memory");
+}
+
+}  // namespace fa::ptx
