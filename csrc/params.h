@@ -21,7 +21,7 @@ enum class MaskDtype : int {
   kFloat32,  // additive
 };
 
-// Rows and columns of a block of FwdParams::mask_summary.
+// Rows and keys of a block of FwdParams::mask_summary.
 constexpr int kMaskSummaryBlock = 64;
 
 // "No limit" for window_left and window_right. Small enough that row + window never overflows an
@@ -41,9 +41,10 @@ struct FwdParams {
   void* out;          // [batch, heads_q, seqlen_q, head_dim]
   float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
 
-  // Scratch for MaskMode::kTensor: one MaskClass per block of the mask, written by
-  // launch_mask_summary; layout in attn/block_info.cuh. Null otherwise.
-  uint8_t* mask_summary;
+  // Scratch for MaskMode::kTensor, on a 16-byte boundary: what each block of the mask holds, and
+  // one bit for each of its elements; written by launch_mask_summary, layout in
+  // attn/mask_summary.cuh. Null otherwise.
+  void* mask_summary;
 
   int64_t query_stride[3];  // batch, head, row
   int64_t key_stride[3];    // batch, head, row

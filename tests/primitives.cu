@@ -1,5 +1,6 @@
 // One small kernel for each building block of csrc/ptx, csrc/tile and csrc/attn, with a launcher in
-// plain C: what tests/test_primitives.py compiles, calls and compares with loops on the host.
+// plain C: what tests/test_primitives.py compiles, calls and compares with loops on the host. And
+// csrc/kernels/mask_summary.cu, whose results no operator returns.
 //
 // A launcher takes device pointers (dense tensors, shapes beside the kernels) and int64_t, waits
 // for its kernel and returns the cudaError_t. Tiles get into shared memory by store_tile and out of
@@ -8,8 +9,10 @@
 
 #include "../csrc/attn/block_info.cuh"
 #include "../csrc/attn/mask.cuh"
+#include "../csrc/attn/mask_summary.cuh"
 #include "../csrc/attn/scheduler.cuh"
 #include "../csrc/kernels/dispatch.h"
+#include "../csrc/kernels/launch.h"
 #include "../csrc/params.h"
 #include "../csrc/ptx/sm80.cuh"
 #include "../csrc/tile/copy.cuh"
@@ -361,6 +364,98 @@ __global__ void mask_columns_kernel(const BandCase* gBands, float* gS) {
   each(rS, lane, [&](float& x, int row, int col) { gS[row * kCols + col] = x; });
 }
 
+// gBits [cases][16][kN / 8] words, gS [cases][16][8 kN], one warp a case.
+template <int kN>
+__global__ void mask_bits_kernel(const uint64_t* gBits, float* gS) {
+  constexpr int kCols = 8 * kN, kWords = kN / 8;
+  const int lane = ptx::lane_id();
+  gS += int64_t{blockIdx.x} * 16 * kCols;
+  gBits += int64_t{blockIdx.x} * 16 * kWords;
+  tile::Accumulator<1, kN> rS;
+  each(rS, lane, [&](float& x, int row, int col) { x = gS[row * kCols + col]; });
+  uint64_t row_bits[2][kWords];
+  for (int r = 0; r < 2; ++r)
+    for (int w = 0; w < kWords; ++w)
+      row_bits[r][w] = gBits[tile::fragment_row(lane, 2 * r) * kWords + w];
+  attn::mask_bits(rS, row_bits, lane);
+  each(rS, lane, [&](float& x, int row, int col) { gS[row * kCols + col] = x; });
+}
+
+// A mask tensor, in host memory.
+struct MaskCase {
+  int64_t batch, heads, seqlen_q, seqlen_k, stride[4], dtype, mask_dtype;
+};
+
+FwdParams params_of(const MaskCase& mask, const void* gMask, void* summary) {
+  FwdParams p{};
+  p.batch = static_cast<int>(mask.batch);
+  p.heads_q = static_cast<int>(mask.heads);
+  p.seqlen_q = static_cast<int>(mask.seqlen_q);
+  p.seqlen_k = static_cast<int>(mask.seqlen_k);
+  for (int i = 0; i < 4; ++i) p.mask_stride[i] = mask.stride[i];
+  p.dtype = static_cast<Dtype>(mask.dtype);
+  p.mask_dtype = static_cast<MaskDtype>(mask.mask_dtype);
+  p.mask = gMask;
+  p.mask_summary = summary;
+  return p;
+}
+
+// gS [batch][heads][16 kM][8 kN], one warp each: the same tile of every slice of the mask.
+template <Dtype kDtype, int kM, int kN>
+__global__ void mask_tensor_kernel(const __grid_constant__ FwdParams p, int row_begin,
+                                   int key_begin, float* gS) {
+  constexpr int kCols = 8 * kN;
+  const int lane = ptx::lane_id(), slice = blockIdx.x;
+  gS += int64_t{slice} * 16 * kM * kCols;
+  tile::Accumulator<kM, kN> rS;
+  each(rS, lane, [&](float& x, int row, int col) { x = gS[row * kCols + col]; });
+  attn::mask_tensor<kDtype>(
+      rS, p, slice / p.heads_q * p.mask_stride[0] + slice % p.heads_q * p.mask_stride[1], row_begin,
+      key_begin, lane);
+  each(rS, lane, [&](float& x, int row, int col) { gS[row * kCols + col] = x; });
+}
+
+// ---- attn/mask_summary.cuh
+
+// gEntries [batch][heads][row_blocks][key_blocks] of a mask without broadcast.
+__global__ void mask_entries_kernel(const __grid_constant__ FwdParams p, int row_blocks,
+                                    int key_blocks, float* gEntries) {
+  int64_t i = item_index();
+  if (i >= int64_t{p.batch} * p.heads_q * row_blocks * key_blocks) return;
+  float& entry = gEntries[i];
+  const int key_block = i % key_blocks, row_block = (i /= key_blocks) % row_blocks;
+  const int head_idx = (i /= row_blocks) % p.heads_q, batch_idx = i / p.heads_q;
+  entry = attn::MaskSummary(p, batch_idx, head_idx).entry(row_block, key_block);
+}
+
+// gBits [batch][heads][seqlen_q][key_blocks] likewise; 0 where the entry does not point to bits.
+__global__ void mask_words_kernel(const __grid_constant__ FwdParams p, int key_blocks,
+                                  uint64_t* gBits) {
+  int64_t i = item_index();
+  if (i >= int64_t{p.batch} * p.heads_q * p.seqlen_q * key_blocks) return;
+  uint64_t& bits = gBits[i];
+  const int key_block = i % key_blocks, row = (i /= key_blocks) % p.seqlen_q;
+  const int head_idx = (i /= p.seqlen_q) % p.heads_q, batch_idx = i / p.heads_q;
+  const attn::MaskSummary summary(p, batch_idx, head_idx);
+  const float entry = summary.entry(row / kMaskSummaryBlock, key_block);
+  bits = attn::is_mixed_bits(entry) ? summary.bits(row, key_block) : 0;
+}
+
+// gClasses [batch][heads][m_blocks][n_blocks][2]: the class of the block, and the block that
+// visible_from finds between it and half its index.
+template <int kBlockM, int kBlockN>
+__global__ void masked_blocks_kernel(const __grid_constant__ FwdParams p, int m_blocks,
+                                     int n_blocks, int* gClasses) {
+  int64_t i = item_index();
+  if (i >= int64_t{p.batch} * p.heads_q * m_blocks * n_blocks) return;
+  int* classes = gClasses + 2 * i;
+  const int n_block = i % n_blocks, m_block = (i /= n_blocks) % m_blocks;
+  const int head_idx = (i /= m_blocks) % p.heads_q, batch_idx = i / p.heads_q;
+  const attn::MaskedBlocks<kBlockM, kBlockN> blocks(p, batch_idx, head_idx, m_block * kBlockM);
+  classes[0] = blocks.classify(n_block);
+  classes[1] = blocks.visible_from(n_block, n_block / 2);
+}
+
 // Calls f(dtype constant).
 template <class F>
 cudaError_t dispatch_dtype(int64_t dtype, F&& f) {
@@ -482,6 +577,61 @@ cudaError_t launch_mask_columns(int64_t row_tiles, const void* bands, int64_t ca
   return dispatch_value<1, 2>(row_tiles, [&](auto m) {
     return launch(mask_columns_kernel<m(), 8 / m()>, cases, 32, 0,
                   static_cast<const BandCase*>(bands), scores);
+  });
+}
+
+// Tiles [16][64] with one word a row, [16][128] with two.
+cudaError_t launch_mask_bits(int64_t words, const uint64_t* bits, int64_t cases, float* scores) {
+  return dispatch_value<1, 2>(
+      words, [&](auto w) { return launch(mask_bits_kernel<8 * w()>, cases, 32, 0, bits, scores); });
+}
+
+// Tiles as in launch_mask_columns.
+cudaError_t launch_mask_tensor(const MaskCase* mask_case, const void* mask, int64_t row_tiles,
+                               int64_t row_begin, int64_t key_begin, float* scores) {
+  const FwdParams p = params_of(*mask_case, mask, nullptr);
+  return dispatch_dtype(mask_case->dtype, [&](auto t) {
+    return dispatch_value<1, 2>(row_tiles, [&](auto m) {
+      return launch(mask_tensor_kernel<t(), m(), 8 / m()>, int64_t{p.batch} * p.heads_q, 32, 0, p,
+                    static_cast<int>(row_begin), static_cast<int>(key_begin), scores);
+    });
+  });
+}
+
+// summary_bytes: what the caller takes for the size of the summary.
+cudaError_t launch_summarize_mask(const MaskCase* mask_case, const void* mask, void* summary,
+                                  int64_t summary_bytes) {
+  const FwdParams p = params_of(*mask_case, mask, summary);
+  if (mask_summary_bytes(p) != summary_bytes) return cudaErrorInvalidValue;
+  const cudaError_t launched = launch_mask_summary(p, nullptr);
+  const cudaError_t ran = finish();
+  return launched != cudaSuccess ? launched : ran;
+}
+
+cudaError_t launch_read_mask_summary(const MaskCase* mask_case, void* summary, float* entries,
+                                     uint64_t* bits) {
+  const FwdParams p = params_of(*mask_case, nullptr, summary);
+  const int row_blocks = (p.seqlen_q + kMaskSummaryBlock - 1) / kMaskSummaryBlock;
+  const int key_blocks = (p.seqlen_k + kMaskSummaryBlock - 1) / kMaskSummaryBlock;
+  const int64_t slices = int64_t{p.batch} * p.heads_q;
+  const cudaError_t status = launch_items(mask_entries_kernel, slices * row_blocks * key_blocks, p,
+                                          row_blocks, key_blocks, entries);
+  if (status != cudaSuccess) return status;
+  return launch_items(mask_words_kernel, slices * p.seqlen_q * key_blocks, p, key_blocks, bits);
+}
+
+cudaError_t launch_masked_blocks(const MaskCase* mask_case, void* summary, int64_t block_m,
+                                 int64_t block_n, int* classes) {
+  const FwdParams p = params_of(*mask_case, nullptr, summary);
+  return dispatch_value<64, 128>(block_m, [&](auto m) {
+    return dispatch_value<32, 64>(block_n, [&](auto n) {
+      constexpr int kBlockM = m(), kBlockN = n();
+      const int m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
+      const int n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
+      return launch_items(masked_blocks_kernel<kBlockM, kBlockN>,
+                          int64_t{p.batch} * p.heads_q * m_blocks * n_blocks, p, m_blocks, n_blocks,
+                          classes);
+    });
   });
 }
 

@@ -18,6 +18,8 @@ ARCHITECTURES = ["arch=compute_80,code=[sm_80,compute_80]", "arch=compute_90a,co
 UNLIMITED = 1 << 40  # kUnlimited of csrc/params.h
 INT_MAX = 2**31 - 1
 
+INF = float("inf")
+
 DTYPES = [torch.float16, torch.bfloat16]  # in the order of fa::Dtype
 COLS = [64, 128, 256]
 KEYS = 32  # kKeys of primitives.cu
@@ -38,7 +40,8 @@ def library_path(tmp_path_factory):
     command = [nvcc, "--threads=0", "-shared", "-Xcompiler=-fPIC"]
     command += shlex.split((CHECKOUT / "csrc/nvcc_flags.txt").read_text(), comments=True)
     command += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
-    command += [CHECKOUT / "tests/primitives.cu", "-o", path]
+    command += [CHECKOUT / "tests/primitives.cu", CHECKOUT / "csrc/kernels/mask_summary.cu"]
+    command += ["-o", path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return path
@@ -371,5 +374,242 @@ def test_mask_columns(launch, device, row_tiles, shift):
     launch("mask_columns", row_tiles, moved.to(device), count, out)
 
     rows, keys = bands[:, :1] + torch.arange(height), bands[:, 2:3] + torch.arange(width)
-    expected = scores.masked_fill(~visible(bands, rows, keys), -float("inf"))
+    expected = scores.masked_fill(~visible(bands, rows, keys), -INF)
     torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@only_cuda
+@pytest.mark.parametrize("words", [1, 2])
+def test_mask_bits(launch, device, words):
+    bits = torch.randint(-(2**63), 2**63 - 1, (100, 16, words))
+    bits[0], bits[1] = 0, -1
+    scores = torch.randn(len(bits), 16, 64 * words)
+    scores[torch.rand(scores.shape) < 0.02] = float("nan")
+    out = scores.to(device)
+    launch("mask_bits", words, bits.to(device), len(bits), out)
+    hidden = (bits[..., None] >> torch.arange(64) & 1).flatten(2) == 0
+    expected = scores.masked_fill(hidden, -INF)
+    torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+# Masks as the kernels see them: a buffer, an offset and strides. The dtypes of the elements, bool
+# as bytes of any value; with torch.float32 and bool, half the cases have a query in bf16.
+MASK_DTYPES = [torch.uint8, torch.float16, torch.bfloat16, torch.float32]
+MASK_LAYOUTS = ["dense", "padded", "odd offset", "odd rows", "every other key", "transposed"]
+each_mask_dtype = pytest.mark.parametrize("dtype", MASK_DTYPES, ids=["bool", "f16", "bf16", "f32"])
+each_layout = pytest.mark.parametrize("layout", MASK_LAYOUTS)
+
+
+def poison(dtype, *shape):
+    """What must not be read: no mask of these tests consists of it."""
+    if dtype == torch.uint8:
+        return torch.randint(0, 2, shape).to(dtype)
+    return torch.full(shape, float("nan"), dtype=dtype)
+
+
+def lay_out(values, layout):
+    """The values [batch, heads, rows, keys] somewhere in a larger buffer, as a view of it."""
+    batch, heads, rows, keys = values.shape
+    align = 16 // values.element_size()
+    wide = -(-keys // align) * align + align
+    if layout == "dense":
+        view = poison(values.dtype, *values.shape)
+    elif layout == "padded":
+        view = poison(values.dtype, batch, heads, rows + 1, wide)[:, :, :rows, align:][..., :keys]
+    elif layout == "odd offset":
+        view = poison(values.dtype, batch, heads, rows, wide)[..., 1 : keys + 1]
+    elif layout == "odd rows":
+        view = poison(values.dtype, batch, heads, rows, wide + 1)[..., :keys]
+    elif layout == "every other key":
+        view = poison(values.dtype, batch, heads, rows, 2 * keys)[..., ::2]
+    else:
+        view = poison(values.dtype, batch, heads, keys, rows).transpose(2, 3)
+    return view.copy_(values)
+
+
+def mask_arguments(view, shape, device):
+    """Arguments mask_case and mask of the launchers, for a mask that broadcasts to shape."""
+    strides = [0 if view.size(dim) == 1 else view.stride(dim) for dim in range(4)]
+    if view.dtype == torch.uint8:
+        dtype, mask_dtype = shape[2] % 2, 0
+    elif view.dtype == torch.float32:
+        dtype, mask_dtype = shape[2] % 2, 2
+    else:
+        dtype, mask_dtype = DTYPES.index(view.dtype), 1
+    buffer = torch.empty(0, dtype=view.dtype).set_(view.untyped_storage()).to(device)
+    case = torch.tensor([*shape, *strides, dtype, mask_dtype])
+    return case, buffer[view.storage_offset() :]
+
+
+def as_bias(values):
+    if values.dtype == torch.uint8:
+        return torch.zeros(values.shape).masked_fill(values == 0, -INF)
+    return values.float()
+
+
+def random_block(dtype, rows, keys):
+    """A block of a mask, or what is inside of it: of one value, nearly, of 0 and -inf, or any."""
+    if dtype == torch.uint8:
+        kinds = [torch.zeros(rows, keys), torch.randint(1, 256, (rows, keys)).float()]
+        kinds.append((torch.rand(rows, keys) < 0.5) * kinds[1])
+        others = [0.0, 1.0, 128.0]
+    else:
+        lowest = torch.finfo(dtype).min
+        constants = [0.0, -0.0, -INF, INF, lowest, -10000.0, 0.5, float("nan")]
+        kinds = [torch.full((rows, keys), value) for value in constants]
+        random = torch.rand(rows, keys)
+        kinds += [
+            torch.zeros(rows, keys).masked_fill(random < 0.5, -0.0),
+            torch.zeros(rows, keys).masked_fill(random < 0.5, -INF),
+            torch.zeros(rows, keys).masked_fill(random < 0.5, -INF).masked_fill(random < 0.1, -0.0),
+            torch.zeros(rows, keys).masked_fill(random < 0.5, lowest),
+            torch.randn(rows, keys),
+        ]
+        others = [0.0, -0.0, -INF, INF, lowest, 2.0**-24, -1.0, float("nan")]
+    block = kinds[torch.randint(len(kinds), ())]
+    if torch.rand(()) < 0.4:  # a single element that may differ
+        place = torch.randint(rows, ()), torch.randint(keys, ())
+        if torch.rand(()) < 0.3:
+            place = rows - 1, keys - 1
+        block[place] = others[torch.randint(len(others), ())]
+    return block.to(dtype)
+
+
+def random_mask(dtype, batch, heads, rows, keys):
+    mask = torch.empty(batch, heads, rows, keys, dtype=dtype)
+    for matrix in mask.flatten(0, 1):
+        for row in range(0, rows, 64):
+            for key in range(0, keys, 64):
+                block = matrix[row : row + 64, key : key + 64]
+                block.copy_(random_block(dtype, *block.shape))
+    return mask
+
+
+@only_cuda
+@each_mask_dtype
+@each_layout
+@pytest.mark.parametrize("row_tiles", [1, 2])
+def test_mask_tensor(launch, device, dtype, layout, row_tiles):
+    height, width = 16 * row_tiles, 64 // row_tiles
+    batch, heads, seqlen_q, seqlen_k = shape = (2, 3, 41, 119)
+    mask = torch.randn(shape)
+    mask[torch.rand(shape) < 0.3] = -INF
+    mask[torch.rand(shape) < 0.05] = float("nan")
+    mask[:, 1] = torch.finfo(torch.bfloat16).min
+    mask = mask.isfinite().to(dtype) if dtype == torch.uint8 else mask.to(dtype)
+    view = lay_out(mask, layout)
+    scores = torch.randn(batch, heads, height, width)
+    scores[torch.rand(scores.shape) < 0.05] = float("nan")
+    for row, key in [(0, 0), (16, 34), (32, 64), (25, 96), (9, 118)]:
+        out = scores.to(device)
+        launch("mask_tensor", *mask_arguments(view, shape, device), row_tiles, row, key, out)
+        rows = (row + torch.arange(height)).clamp(max=seqlen_q - 1)
+        keys = torch.arange(key, min(key + width, seqlen_k))
+        bias = as_bias(mask)[:, :, rows][..., keys]
+        expected = scores.clone()
+        expected[..., : len(keys)] += bias
+        expected[..., : len(keys)][bias == -INF] = -INF
+        torch.testing.assert_close(out.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+# Of csrc/attn/mask_summary.cuh, as int32.
+MIXED_BITS, MIXED_ELEMENTS = 0x7FC00001, 0x7FC00002
+
+
+def expected_entry(block):
+    first = block.flatten()[0]
+    if (block == first).all():
+        return (first + 0.0).view(torch.int32).item()  # -0 + 0 is 0
+    return MIXED_BITS if ((block == 0) | (block == -INF)).all() else MIXED_ELEMENTS
+
+
+def expected_summary(values, shape):
+    """Entries [batch, heads, row blocks, key blocks] as int32 and bits [.., seqlen_q, key blocks],
+    where a mask that broadcasts the keys has the bit of its key everywhere."""
+    keys = shape[3] if values.size(3) > 1 else -(-shape[3] // 64) * 64
+    bias = as_bias(values).expand(*shape[:3], keys)
+    row_blocks, key_blocks = -(-shape[2] // 64), -(-keys // 64)
+    entries = torch.empty(*shape[:2], row_blocks, key_blocks, dtype=torch.int32)
+    for index in torch.cartesian_prod(*map(torch.arange, entries.shape)).tolist():
+        batch_idx, head_idx, row, key = index
+        block = bias[batch_idx, head_idx, 64 * row : 64 * row + 64, 64 * key : 64 * key + 64]
+        entries[tuple(index)] = expected_entry(block)
+    seen = torch.zeros(*shape[:3], 64 * key_blocks, dtype=torch.int64)
+    seen[..., :keys] = bias == 0
+    bits = (seen.unflatten(3, (key_blocks, 64)) << torch.arange(64)).sum(4)
+    used = (entries == MIXED_BITS).repeat_interleave(64, 2)[:, :, : shape[2]]
+    return entries, bits * used
+
+
+SUMMARY_SHAPES = [
+    (1, 1, 64, 64),
+    (2, 3, 130, 208),  # rows of 16-byte pieces, as are those of the next
+    (1, 2, 63, 16),
+    (1, 2, 70, 325),
+    (2, 1, 1, 200),
+    (3, 1, 200, 1),
+    (1, 1, 1, 1),
+]
+BROADCASTS = [(), (0, 1), (1,), (0, 1, 2), (0, 2), (3,), (1, 2, 3)]
+
+
+def summarize(launch, device, view, shape):
+    """The arguments of the launchers that read the summary of a mask."""
+    case, mask = mask_arguments(view, shape, device)
+    batch, heads, rows, keys = view.shape
+    row_blocks, key_blocks = -(-rows // 64), -(-keys // 64)
+    size = -(-batch * heads * row_blocks * key_blocks * 4 // 16) * 16
+    size += batch * heads * rows * key_blocks * 8
+    scratch = torch.full((size + 64,), 0x5A, dtype=torch.uint8, device=device)
+    launch("summarize_mask", case, mask, scratch, size)
+    assert (scratch[size:] == 0x5A).all()
+    return case, scratch
+
+
+@only_cuda
+@each_mask_dtype
+@each_layout
+@pytest.mark.parametrize("broadcast", BROADCASTS, ids=str)
+def test_mask_summary(launch, device, dtype, layout, broadcast):
+    for shape in SUMMARY_SHAPES:
+        values = random_mask(dtype, *(1 if dim in broadcast else shape[dim] for dim in range(4)))
+        summary = summarize(launch, device, lay_out(values, layout), shape)
+        expected_entries, expected_bits = expected_summary(values, shape)
+        entries = torch.empty(expected_entries.shape, device=device)
+        bits = torch.empty(expected_bits.shape, dtype=torch.int64, device=device)
+        launch("read_mask_summary", *summary, entries, bits)
+        assert torch.equal(entries.cpu().view(torch.int32), expected_entries)
+        assert torch.equal(bits.cpu(), expected_bits)
+
+
+@only_cuda
+@each_mask_dtype
+@pytest.mark.parametrize("block_m,block_n", [(64, 32), (128, 32), (128, 64)])
+@pytest.mark.parametrize("broadcast", BROADCASTS, ids=str)
+def test_masked_blocks(launch, device, dtype, block_m, block_n, broadcast):
+    shape = batch, heads, seqlen_q, seqlen_k = (2, 3, 300, 325)
+    sizes = [1 if dim in broadcast else shape[dim] for dim in range(4)]
+    values = torch.full(sizes, 0 if dtype == torch.uint8 else -INF, dtype=dtype)
+    live = torch.rand(sizes[0], sizes[1], 5, 6) < 0.4
+    live = live.repeat_interleave(64, 2).repeat_interleave(64, 3)[:, :, : sizes[2], : sizes[3]]
+    values = torch.where(live, random_mask(dtype, *sizes), values)
+    summary = summarize(launch, device, values, shape)
+    m_blocks, n_blocks = -(-seqlen_q // block_m), -(-seqlen_k // block_n)
+    out = torch.empty(batch, heads, m_blocks, n_blocks, 2, dtype=torch.int32, device=device)
+    launch("masked_blocks", *summary, block_m, block_n, out)
+    classes, visible_from = out.cpu().unbind(-1)
+
+    entries, _ = expected_summary(values, shape)
+    entries = entries.view(torch.float32).repeat_interleave(64 // block_n, 3)[..., :n_blocks]
+    last = (torch.arange(m_blocks) * block_m + block_m - 1).clamp(max=seqlen_q - 1) // 64
+    first = torch.arange(m_blocks) * block_m // 64
+    top, bottom = entries[:, :, first], entries[:, :, last]
+    expected = torch.ones(classes.shape, dtype=torch.int32)
+    expected[(top == -INF) & (bottom == -INF)] = 0
+    expected[(top == 0) & (bottom == 0)] = 2
+    assert torch.equal(classes, expected)
+    for block in range(n_blocks):
+        below = expected[..., block // 2 : block + 1] != 0
+        index = torch.arange(block // 2, block + 1, dtype=torch.int32)
+        found = torch.where(below, index, block // 2 - 1).amax(-1)
+        assert torch.equal(visible_from[..., block], found)

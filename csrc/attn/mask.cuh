@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "../tile/fragment.cuh"
 #include "block_info.cuh"
 
@@ -24,56 +26,117 @@ FA_DEVICE void mask_columns(tile::Accumulator<kM, kN>& rS, const FwdParams& p, i
       static_cast<int>(clamp(center - p.window_left, -kFar, kFar)) + lane_row - lane_col;
   const int end =
       static_cast<int>(clamp(center + p.window_right + 1, -kFar, kFar)) + lane_row - lane_col;
+  // Most tiles that need this lie at the end of the band or of the keys, not at its beginning.
+  const bool cuts_left = center - p.window_left + 16 * kM - 1 > 0;
+  auto hide = [&](auto&& is_hidden) {
 #pragma unroll
-  for (int r = 0; r < 2 * kM; ++r) {
-    const int row_first = first + 8 * r, row_end = min(end + 8 * r, tail);
+    for (int r = 0; r < 2 * kM; ++r) {
+      const int row_first = first + 8 * r, row_end = min(end + 8 * r, tail);
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int c = 8 * n + i;
-        if (c < row_first || c >= row_end) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
+        for (int i = 0; i < 2; ++i) {
+          if (is_hidden(8 * n + i, row_first, row_end)) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
+        }
+      }
+    }
+  };
+  if (cuts_left) {
+    hide([](int c, int row_first, int row_end) { return c < row_first || c >= row_end; });
+  } else {
+    hide([](int c, int, int row_end) { return c >= row_end; });
+  }
+}
+
+// Sets the scores of keys whose bits are 0 to -inf. The tile's columns start at a multiple of 64
+// keys; row_bits [2][words of a row] are those of the lane's rows.
+template <int kN>
+FA_DEVICE void mask_bits(tile::Accumulator<1, kN>& rS, const uint64_t (&row_bits)[2][kN / 8],
+                         int lane) {
+  static_assert(kN % 8 == 0, "a word has 64 bits");
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+#pragma unroll
+    for (int half = 0; half < kN / 4; ++half) {
+      // Once shifted by the lane's column, an element's bit is the same one in all lanes. The 25 of
+      // the last element and the 6 of the last lane stay within the half.
+      const uint32_t bits =
+          static_cast<uint32_t>(row_bits[r][half / 2] >> 32 * (half % 2)) >> 2 * (lane % 4);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if ((bits >> (8 * n + i) & 1) == 0) rS.x[0][4 * half + n][2 * r + i] = -INFINITY;
+        }
       }
     }
   }
 }
 
-// Element `offset` of an additive mask; 0 or -inf for a bool one.
-template <Dtype kDtype>
-FA_DEVICE float mask_value(const void* gMask, int64_t offset, MaskDtype dtype) {
-  if (dtype == MaskDtype::kBool)
-    return static_cast<const uint8_t*>(gMask)[offset] ? 0.f : -INFINITY;
-  if (dtype == MaskDtype::kFloat32) return static_cast<const float*>(gMask)[offset];
-  if constexpr (kDtype == Dtype::kFloat16) {
-    return __half2float(static_cast<const __half*>(gMask)[offset]);
-  } else {
-    return __bfloat162float(static_cast<const __nv_bfloat16*>(gMask)[offset]);
-  }
+// What an element of a mask adds to its score: for a bool mask, 0 or -inf.
+FA_DEVICE float mask_bias(uint8_t visible) { return visible ? 0.f : -INFINITY; }
+FA_DEVICE float mask_bias(__half bias) { return __half2float(bias); }
+FA_DEVICE float mask_bias(__nv_bfloat16 bias) { return __bfloat162float(bias); }
+FA_DEVICE float mask_bias(float bias) { return bias; }
+
+// What the mask hides becomes -inf whatever the score is, NaN included.
+FA_DEVICE void add_bias(float& score, float bias) {
+  score = bias == -INFINITY ? -INFINITY : score + bias;
 }
 
-// Adds the mask tensor to finished scores. What it hides becomes -inf whatever the score is, NaN
-// included. gMask points at the slice of the batch entry and head, offset in elements.
-template <Dtype kDtype, int kM, int kN>
-FA_DEVICE void mask_tensor(tile::Accumulator<kM, kN>& rS, const FwdParams& p, int64_t slice_offset,
-                           int row_begin, int key_begin, int lane) {
+// mask_tensor for one type of elements. gMask [seqlen_q][seqlen_k], by its strides.
+template <class Element, int kM, int kN>
+FA_DEVICE void add_mask(tile::Accumulator<kM, kN>& rS, const Element* gMask, const FwdParams& p,
+                        int row_begin, int key_begin, int lane) {
+  struct alignas(2 * sizeof(Element)) Pair {
+    Element x[2];
+  };
+  // A lane's two neighbouring columns come in one load where it is aligned in all rows.
+  const bool paired = p.mask_stride[3] == 1 && p.mask_stride[2] % 2 == 0 &&
+                      reinterpret_cast<uintptr_t>(gMask) % sizeof(Pair) == 0 &&
+                      key_begin + 8 * kN <= p.seqlen_k;
+  const int lane_key = key_begin + 2 * (lane % 4);
 #pragma unroll
   for (int r = 0; r < 2 * kM; ++r) {
     const int row = min(row_begin + lane / 4 + 8 * r,
                         p.seqlen_q - 1);  // rows past the end are computed, not stored
-    const int64_t row_offset = slice_offset + row * p.mask_stride[2];
+    const Element* gRow = gMask + row * p.mask_stride[2];
+    if (paired) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kN; ++n) {
+        const Pair pair = *reinterpret_cast<const Pair*>(gRow + lane_key + 8 * n);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int key = key_begin + 2 * (lane % 4) + 8 * n + i;
-        float& s = rS.x[r / 2][n][2 * (r % 2) + i];
-        if (key < p.seqlen_k) {
-          const float bias =
-              mask_value<kDtype>(p.mask, row_offset + key * p.mask_stride[3], p.mask_dtype);
-          s = bias == -INFINITY ? -INFINITY : s + bias;
+        for (int i = 0; i < 2; ++i) add_bias(rS.x[r / 2][n][2 * (r % 2) + i], mask_bias(pair.x[i]));
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const int key = lane_key + 8 * n + i;
+          if (key < p.seqlen_k)
+            add_bias(rS.x[r / 2][n][2 * (r % 2) + i], mask_bias(gRow[key * p.mask_stride[3]]));
         }
       }
     }
+  }
+}
+
+// Adds the mask tensor to finished scores. slice_offset, in elements, is that of the batch entry
+// and head.
+template <Dtype kDtype, int kM, int kN>
+FA_DEVICE void mask_tensor(tile::Accumulator<kM, kN>& rS, const FwdParams& p, int64_t slice_offset,
+                           int row_begin, int key_begin, int lane) {
+  using Element = std::conditional_t<kDtype == Dtype::kFloat16, __half, __nv_bfloat16>;
+  auto add = [&](auto* gMask) {
+    add_mask(rS, gMask + slice_offset, p, row_begin, key_begin, lane);
+  };
+  if (p.mask_dtype == MaskDtype::kBool) {
+    add(static_cast<const uint8_t*>(p.mask));
+  } else if (p.mask_dtype == MaskDtype::kFloat32) {
+    add(static_cast<const float*>(p.mask));
+  } else {
+    add(static_cast<const Element*>(p.mask));
   }
 }
 

@@ -37,6 +37,7 @@
 
 #include "../attn/block_info.cuh"
 #include "../attn/mask.cuh"
+#include "../attn/mask_summary.cuh"
 #include "../attn/scheduler.cuh"
 #include "../attn/softmax.cuh"
 #include "../tile/copy.cuh"

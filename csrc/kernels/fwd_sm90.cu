@@ -25,16 +25,16 @@ namespace {
 struct FwdTile {
   int consumers;  // warpgroups of 64 query rows
   int block_n;    // keys of a block
-  int stages;     // of the ring of keys and values
-  int q_stages;
+  int stages;     // of the rings of K and V
+  int q_stages;   // of the ring of Q
 };
 
 enum class TileShape : int { kTall, kShort };
 
 constexpr FwdTile fwd_tile(int head_dim, TileShape shape) {
   if (head_dim == 64) return shape == TileShape::kTall ? FwdTile{3, 128, 4, 2} : FwdTile{2, 128, 4, 2};
-  if (head_dim == 128) return shape == TileShape::kTall ? FwdTile{3, 80, 3, 2} : FwdTile{2, 128, 2, 2};
-  return FwdTile{2, 80, 2, 1};
+  if (head_dim == 128) return shape == TileShape::kTall ? FwdTile{3, 64, 3, 2} : FwdTile{2, 128, 2, 2};
+  return FwdTile{2, 64, 2, 1};
 }
 
 template <int kHeadDim_, TileShape kShape, Dtype kDtype_>
@@ -49,16 +49,26 @@ struct FwdConfig {
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
   static constexpr uint32_t kQBytes = kBlockM * kHeadDim * 2, kKvBytes = kBlockN * kHeadDim * 2;
+  // With two buffers of Q, O leaves through the rows of Q that it belongs to. With one, the next Q
+  // is needed before O has left: then O has a buffer of its own, 128 columns of it at a time.
+  static constexpr bool kOutputInQ = kQStages == 2;
+  static constexpr int kOutCols = kOutputInQ ? kHeadDim : 128;
+  static constexpr int kOutRows = kOutputInQ ? kBlockM : 64;  // between the panels of O
+  // A warpgroup that waits for a block holds at most one other one.
+  static_assert((kBlockM - 64) / kBlockN < kStages);
 
+  using Ring = tile::RingPosition<kStages>;
+  using QRing = tile::RingPosition<kQStages>;
   struct SharedStorage {
-    alignas(1024) uint16_t sQ[kQStages][kBlockM * kHeadDim];  // O on the way out
+    alignas(1024) uint16_t sQ[kQStages][kBlockM * kHeadDim];
     alignas(1024) uint16_t sK[kStages][kBlockN * kHeadDim];
     alignas(1024) uint16_t sV[kStages][kBlockN * kHeadDim];
+    alignas(1024) uint16_t sO[kOutputInQ ? 1 : kConsumers][kOutputInQ ? 1 : 64 * kOutCols];
     uint64_t full_q[kQStages], empty_q[kQStages];
-    uint64_t full_k[kStages], empty_k[kStages], full_v[kStages], empty_v[kStages];
-    int tile[kQStages];
+    uint64_t full_k[kStages], empty_k[kStages];
+    uint64_t full_v[kStages], empty_v[kStages];
+    int tile[2];  // index of the tile that Q belongs to
   };
-  static constexpr int kSmemBytes = sizeof(SharedStorage) + 1024;
 
   using Output = tile::Accumulator<1, kHeadDim / 8>;
   using Scores = tile::Accumulator<1, kBlockN / 8>;
@@ -69,288 +79,402 @@ struct Maps {
   CUtensorMap query, key, value, out;
 };
 
-struct Barriers {
-  uint32_t full_q, empty_q, full_k, empty_k, full_v, empty_v;
+// Where CTAs get their tiles from: the first is that of their index, the others are drawn from a
+// counter that is 0 between launches, or follow at the distance of the grid where there is none.
+struct TileQueue {
+  unsigned* counter;
+  unsigned num_tiles;
 };
+constexpr int kNoTile = -1;
 
 struct BlockRange {
   int first, last;            // blocks with visible keys; none when first > last
-  int full_first, full_last;  // blocks that need no mask
+  int full_first, full_last;  // those of them that need no mask
 };
 template <int kBlockN>
-FA_DEVICE BlockRange block_range(const attn::KeyRange& keys) {
+FA_DEVICE BlockRange block_range(const FwdParams& p, int row, int rows) {
+  const attn::KeyRange keys = attn::key_range(p, min(row, p.seqlen_q), min(row + rows, p.seqlen_q));
   if (keys.first >= keys.end) return {0, -1, 0, -1};
   return {keys.first / kBlockN, (keys.end - 1) / kBlockN, (keys.full_first + kBlockN - 1) / kBlockN,
           keys.full_end / kBlockN - 1};
 }
 
+// Walks the tiles of this CTA and keeps the rings of Q, K and V full. Runs in one thread.
 template <class Config>
 FA_DEVICE void produce(const FwdParams& p, const attn::TileOrder& order, const Maps& maps,
-                       unsigned* counter, unsigned num_tiles,
-                       typename Config::SharedStorage& smem, const Barriers& bars) {
+                       const TileQueue& queue, typename Config::SharedStorage& smem) {
   constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  const uint32_t sQ = ptx::smem_addr(smem.sQ), sK = ptx::smem_addr(smem.sK),
-                 sV = ptx::smem_addr(smem.sV);
-  tile::RingPosition<Config::kStages> k_pos, v_pos;
-  tile::RingPosition<Config::kQStages> q_pos;
+  typename Config::Ring k_pos, v_pos;
+  typename Config::QRing q_pos;
   ptx::prefetch_tensormap(&maps.query);
   ptx::prefetch_tensormap(&maps.key);
   ptx::prefetch_tensormap(&maps.value);
   ptx::prefetch_tensormap(&maps.out);
+
   unsigned index = blockIdx.x;
-  while (index < num_tiles) {
-    unsigned ticket = 0, next = index + gridDim.x;
-    if (counter != nullptr) {
-      ticket = atomicAdd(counter, 1);
-      next = ticket + gridDim.x;
-    }
+#pragma unroll 1
+  while (index < queue.num_tiles) {
     const attn::WorkTile work = attn::tile_of_cta(order, index);
     const int row = work.m_block * kBlockM;
-    const BlockRange range =
-        block_range<kBlockN>(attn::key_range(p, row, min(row + kBlockM, p.seqlen_q)));
+    const BlockRange range = block_range<kBlockN>(p, row, kBlockM);
+    unsigned ticket = 0, next = index + gridDim.x;
+    // Late, so that the longest tile left goes to the CTA that is free first: taken one tile ahead,
+    // causal attention of D 256 lost 5 to 10 %. Three blocks hide the latency of the atomic.
+    auto take_next = [&] {
+      if (queue.counter == nullptr) return;
+      ticket = atomicAdd(queue.counter, 1);
+      next = ticket + gridDim.x;
+    };
+
     auto load_k = [&](int n) {
-      ptx::mbarrier_try_wait_parity(bars.empty_k + 8 * k_pos.stage, k_pos.phase ^ 1);
-      const uint32_t full = bars.full_k + 8 * k_pos.stage;
+      const int stage = k_pos.stage();
+      ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_k[stage]), k_pos.phase() ^ 1);
+      const uint32_t full = ptx::smem_addr(&smem.full_k[stage]);
       ptx::mbarrier_arrive_expect_tx(full, Config::kKvBytes);
-      tile::tma_load<kBlockN, kHeadDim>(sK + k_pos.stage * Config::kKvBytes, &maps.key, full,
+      tile::tma_load<kBlockN, kHeadDim>(ptx::smem_addr(smem.sK[stage]), &maps.key, full,
                                         n * kBlockN, work.kv_head_idx, work.batch_idx);
       k_pos.advance();
     };
     auto load_v = [&](int n) {
-      ptx::mbarrier_try_wait_parity(bars.empty_v + 8 * v_pos.stage, v_pos.phase ^ 1);
-      const uint32_t full = bars.full_v + 8 * v_pos.stage;
+      const int stage = v_pos.stage();
+      ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_v[stage]), v_pos.phase() ^ 1);
+      const uint32_t full = ptx::smem_addr(&smem.full_v[stage]);
       ptx::mbarrier_arrive_expect_tx(full, Config::kKvBytes);
-      tile::tma_load<kBlockN, kHeadDim>(sV + v_pos.stage * Config::kKvBytes, &maps.value, full,
+      tile::tma_load<kBlockN, kHeadDim>(ptx::smem_addr(smem.sV[stage]), &maps.value, full,
                                         n * kBlockN, work.kv_head_idx, work.batch_idx);
       v_pos.advance();
     };
+
     const bool any = range.first <= range.last;
-    if (Config::kQStages == 1 && any) load_k(range.last);
-    ptx::mbarrier_try_wait_parity(bars.empty_q + 8 * q_pos.stage, q_pos.phase ^ 1);
-    smem.tile[q_pos.stage] = static_cast<int>(index);
-    const uint32_t full = bars.full_q + 8 * q_pos.stage;
-    ptx::mbarrier_arrive_expect_tx(full, Config::kQBytes);
-    tile::tma_load<kBlockM, kHeadDim>(sQ + q_pos.stage * Config::kQBytes, &maps.query, full, row,
+    if (Config::kQStages == 1 && any) load_k(range.last);  // Q still waits for its buffer
+    const int q_stage = q_pos.stage();
+    const uint32_t full_q = ptx::smem_addr(&smem.full_q[q_stage]);
+    ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_q[q_stage]), q_pos.phase() ^ 1);
+    smem.tile[q_pos.state % 2] = static_cast<int>(index);
+    ptx::mbarrier_arrive_expect_tx(full_q, Config::kQBytes);
+    tile::tma_load<kBlockM, kHeadDim>(ptx::smem_addr(smem.sQ[q_stage]), &maps.query, full_q, row,
                                       work.head_idx, work.batch_idx);
     q_pos.advance();
     if (Config::kQStages > 1 && any) load_k(range.last);
 #pragma unroll 1
     for (int n = range.last; n > range.first; --n) {
+      if (n == min(range.last, range.first + 2)) take_next();
       load_k(n - 1);
       load_v(n);
     }
+    if (range.first >= range.last) take_next();
     if (any) load_v(range.first);
-    if (counter != nullptr && ticket == num_tiles - 1) *counter = 0;
+    // Every CTA draws until it is past the end: this was the last draw of all.
+    if (queue.counter != nullptr && ticket == queue.num_tiles - 1) *queue.counter = 0;
     index = next;
   }
-  ptx::mbarrier_try_wait_parity(bars.empty_q + 8 * q_pos.stage, q_pos.phase ^ 1);
-  smem.tile[q_pos.stage] = -1;
-  ptx::mbarrier_arrive(bars.full_q + 8 * q_pos.stage);
+  const int q_stage = q_pos.stage();
+  ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_q[q_stage]), q_pos.phase() ^ 1);
+  smem.tile[q_pos.state % 2] = kNoTile;
+  ptx::mbarrier_arrive(ptx::smem_addr(&smem.full_q[q_stage]));
 }
 
+// One warpgroup, with 64 of the CTA's query rows.
 template <class Config>
-FA_DEVICE void consume(const FwdParams& p, const attn::TileOrder& order, const Maps& maps,
-                       typename Config::SharedStorage& smem, const Barriers& bars, int consumer) {
-  constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  constexpr Dtype kDtype = Config::kDtype;
-  constexpr uint32_t kKvStep = Config::kKvBytes >> 4, kQStep = Config::kQBytes >> 4;
-  const int lane = ptx::lane_id(), warp = threadIdx.x / 32 % 4;
-  const uint32_t sQ_all = ptx::smem_addr(smem.sQ);
-  const uint64_t desc_q_all = ptx::matrix_descriptor(sQ_all + consumer * 64 * tile::kPanelRowBytes, 0);
-  const uint64_t desc_k_all = ptx::matrix_descriptor(ptx::smem_addr(smem.sK), 0);
-  const uint64_t desc_v_all =
-      ptx::matrix_descriptor(ptx::smem_addr(smem.sV), kBlockN * tile::kPanelRowBytes);
-  tile::RingPosition<Config::kStages> pos;
-  tile::RingPosition<Config::kQStages> q_pos;
-  const bool elected = threadIdx.x % 128 == 0;
-  uint32_t release_q = 0;  // barrier that waits for this warpgroup's O to leave sQ
+class Consumer {
+ public:
+  FA_DEVICE Consumer(const FwdParams& p, const attn::TileOrder& order, const Maps& maps,
+                     typename Config::SharedStorage& smem, int consumer)
+      : p_(p), order_(order), maps_(maps), smem_(smem), consumer_(consumer) {}
 
-  auto release_stored_q = [&] {
-    if (elected && release_q != 0) {
-      ptx::cp_async_bulk_wait_group_read_0();
-      ptx::mbarrier_arrive(release_q);
+  // Consecutive tiles overlap: the first Q K^T of the next one is enqueued before O of this one is
+  // stored.
+  FA_DEVICE void run() {
+    open_tile();
+    start_tile();
+    bool open = true;
+#pragma unroll 1
+    do {
+      ptx::wgmma_wait_group<0>();
+      tile::pin(rS_);
+      rO_.clear();
+      softmax_ = {};
+      const bool live = own_.first <= own_.last;
+      if (live) {
+        main_loop();
+      } else {
+        release_stored_q();
+      }
+      const int q_state = q_pos_.state;
+      if constexpr (!Config::kOutputInQ) arrive(smem_.empty_q[q_pos_.stage()]);
+      const Ring last = pos_.previous();
+      if (live) enqueue_last_pv(last);
+#pragma unroll 1
+      for (int n = live ? own_.first - 1 : range_.last; n >= range_.first; --n) skip_block();
+      q_pos_.advance();
+      open = open_tile();
+      start_tile();
+      ptx::wgmma_wait_group<1>();
+      tile::pin(rO_);
+      if (live) arrive(smem_.empty_v[last.stage()]);
+      store_output(q_state);
+    } while (open);
+    ptx::wgmma_wait_group<0>();
+    if (elected()) ptx::cp_async_bulk_wait_group_read_0();
+  }
+
+ private:
+  static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM,
+                       kBlockN = Config::kBlockN;
+  static constexpr Dtype kDtype = Config::kDtype;
+  using Ring = typename Config::Ring;
+  using QRing = typename Config::QRing;
+
+  // ---- Barriers
+  FA_DEVICE void wait(uint64_t& barrier, uint32_t phase) {
+    ptx::mbarrier_try_wait_parity(ptx::smem_addr(&barrier), phase);
+  }
+  // Once for each warp, after its reads.
+  FA_DEVICE void arrive(uint64_t& barrier) {
+    if (lane() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&barrier));
+  }
+  FA_DEVICE int lane() const { return threadIdx.x % 32; }
+  FA_DEVICE int warp() const { return threadIdx.x / 32 % 4; }
+  FA_DEVICE bool elected() const { return threadIdx.x % 128 == 0; }
+
+  FA_DEVICE uint64_t desc_q(int stage) const {
+    return ptx::matrix_descriptor(
+        ptx::smem_addr(smem_.sQ[0]) + consumer_ * 64 * tile::kPanelRowBytes, 0) +
+           stage * (Config::kQBytes >> 4);
+  }
+  FA_DEVICE uint64_t desc_k(int stage) const {
+    return ptx::matrix_descriptor(ptx::smem_addr(smem_.sK[0]), 0) +
+           stage * (Config::kKvBytes >> 4);
+  }
+  FA_DEVICE uint64_t desc_v(int stage) const {
+    return ptx::matrix_descriptor(ptx::smem_addr(smem_.sV[0]), kBlockN * tile::kPanelRowBytes) +
+           stage * (Config::kKvBytes >> 4);
+  }
+
+  // ---- Tiles
+
+  // Waits for Q of the next tile; false after the last one.
+  FA_DEVICE bool open_tile() {
+    wait(smem_.full_q[q_pos_.stage()], q_pos_.phase());
+    // A warp reduction, for its result lies in a uniform register.
+    const int index = __reduce_max_sync(0xffffffff, smem_.tile[q_pos_.state % 2]);
+    if (index == kNoTile) {
+      own_ = range_ = {0, -1, 0, -1};
+      return false;
     }
-    release_q = 0;
-  };
-  auto arrive = [&](uint32_t barrier) {
-    if (lane == 0) ptx::mbarrier_arrive(barrier);
-  };
+    const attn::WorkTile work = attn::tile_of_cta(order_, index);
+    const int tile_row = work.m_block * kBlockM;
+    row_ = tile_row + 64 * consumer_;
+    range_ = block_range<kBlockN>(p_, tile_row, kBlockM);
+    own_ = block_range<kBlockN>(p_, row_, 64);
+    return true;
+  }
 
+  // Enqueues the first Q K^T. A warpgroup without visible keys multiplies whatever is there, which
+  // costs less than wgmma in a branch of its own.
+  FA_DEVICE void start_tile() {
+    if (own_.first <= own_.last) {
 #pragma unroll 1
-  for (;;) {
-    ptx::mbarrier_try_wait_parity(bars.full_q + 8 * q_pos.stage, q_pos.phase);
-    const int index = __shfl_sync(0xffffffff, smem.tile[q_pos.stage], 0);
-    if (index < 0) break;
-    const attn::WorkTile work = attn::tile_of_cta(order, index);
-    const int tile_row = work.m_block * kBlockM, row = tile_row + 64 * consumer;
-    const BlockRange range =
-        block_range<kBlockN>(attn::key_range(p, tile_row, min(tile_row + kBlockM, p.seqlen_q)));
-    const BlockRange own = block_range<kBlockN>(
-        attn::key_range(p, min(row, p.seqlen_q), min(row + 64, p.seqlen_q)));
-    const uint64_t desc_q = desc_q_all + q_pos.stage * kQStep;
+      for (int n = range_.last; n > own_.last; --n) skip_block();
+      wait(smem_.full_k[pos_.stage()], pos_.phase());
+    }
+    const int states = __reduce_max_sync(0xffffffff, pos_.state | q_pos_.state << 8);
+    tile::pin(rS_);
+    ptx::wgmma_fence();
+    tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS_, desc_q(QRing{states >> 8}.stage()),
+                                              desc_k(Ring{states & 0xff}.stage()));
+    ptx::wgmma_commit_group();
+  }
 
-    typename Config::Output rO;
-    typename Config::Softmax softmax;
-    typename Config::Scores rS;
-    uint32_t rP[kBlockN / 16][4];
-    float alpha[2];
-    rO.clear();
+  // A block that other warpgroups of the CTA need. Its barriers have to be full before they are
+  // released: an arrival for this use must not be counted for the one before.
+  FA_DEVICE void skip_block() {
+    wait(smem_.full_k[pos_.stage()], pos_.phase());
+    arrive(smem_.empty_k[pos_.stage()]);
+    wait(smem_.full_v[pos_.stage()], pos_.phase());
+    arrive(smem_.empty_v[pos_.stage()]);
+    pos_.advance();
+  }
 
-    auto skip = [&] {
-      ptx::mbarrier_try_wait_parity(bars.full_k + 8 * pos.stage, pos.phase);
-      arrive(bars.empty_k + 8 * pos.stage);
-      ptx::mbarrier_try_wait_parity(bars.full_v + 8 * pos.stage, pos.phase);
-      arrive(bars.empty_v + 8 * pos.stage);
-      pos.advance();
-    };
-    auto softmax_with_max = [&](int n) {
-      if (n > own.full_last || n < own.full_first)
-        attn::mask_columns(rS, p, row + 16 * warp, n * kBlockN, lane);
-      softmax.scan_max(rS);
-      const bool rescale = softmax.advance_reference(order.scale_log2, alpha);
-      softmax.exponentiate(rS, order.scale_log2);
-      return rescale;
-    };
+  // ---- Blocks
 
-    int n = range.last;
+  // All blocks but the P V of the last, which is left in rP. The scores of the first are there.
+  FA_DEVICE void main_loop() {
+    int n = own_.last;
+    arrive(smem_.empty_k[pos_.stage()]);
+    pos_.advance();
+    if (n > own_.first) wait(smem_.full_k[pos_.stage()], pos_.phase());
+    softmax_with_max(n);
+    tile::pack_operand_a<kDtype>(rP_, rS_);
+    release_stored_q();
+    --n;
+    int masked_end = max(own_.full_last + 1, own_.first);  // the right edge, then the left one
 #pragma unroll 1
-    for (; n > own.last && n >= range.first; --n) skip();
-    if (n >= own.first && own.first <= own.last) {
-      ptx::mbarrier_try_wait_parity(bars.full_k + 8 * pos.stage, pos.phase);
-      ptx::wgmma_fence();
-      tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS, desc_q, desc_k_all + pos.stage * kKvStep);
-      ptx::wgmma_commit_group();
-      release_stored_q();
-      ptx::wgmma_wait_group<0>();
-      tile::pin(rS);
-      arrive(bars.empty_k + 8 * pos.stage);
-      softmax_with_max(n);
-      tile::pack_operand_a<kDtype>(rP, rS);
-      tile::RingPosition<Config::kStages> pv = pos;
-      pos.advance();
-      if (n > own.first) ptx::mbarrier_try_wait_parity(bars.full_k + 8 * pos.stage, pos.phase);
-
-      auto step = [&](auto masked) {
-        tile::pin(rS);
-        tile::pin(rP);
-        tile::pin(rO);
-        ptx::wgmma_fence();
-        tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS, desc_q, desc_k_all + pos.stage * kKvStep);
-        ptx::wgmma_commit_group();
-        ptx::mbarrier_try_wait_parity(bars.full_v + 8 * pv.stage, pv.phase);
-        ptx::wgmma_fence();
-        tile::wgmma_pv<kDtype>(rO, rP, desc_v_all + pv.stage * kKvStep);
-        ptx::wgmma_commit_group();
-        ptx::wgmma_wait_group<1>();
-        tile::pin(rS);
-        bool rescale = false;
-        if constexpr (masked()) {
-          rescale = softmax_with_max(n);
-        } else {
-          softmax.template exponentiate_at_once<1>(rS, 0, order.scale_log2);
-          if (!softmax.accept()) {
-            tile::warp_qk<kDtype, kHeadDim, kBlockM>(
-                rS, sQ_all + q_pos.stage * Config::kQBytes, 64 * consumer + 16 * warp,
-                ptx::smem_addr(smem.sK) + pos.stage * Config::kKvBytes, lane);
-            softmax.scan_max(rS);
-            rescale = softmax.advance_reference(order.scale_log2, alpha);
-            softmax.exponentiate(rS, order.scale_log2);
-          }
-        }
-        tile::pin(rS);
-        arrive(bars.empty_k + 8 * pos.stage);
-        const uint32_t empty_v = bars.empty_v + 8 * pv.stage;
-        pv = pos;
-        pos.advance();
-        // The branch of this wait also keeps ptxas from moving the wait for P V above the
-        // exponentials.
-        if (n > own.first) ptx::mbarrier_try_wait_parity(bars.full_k + 8 * pos.stage, pos.phase);
-        ptx::wgmma_wait_group<0>();
-        tile::pin(rP);
-        tile::pin(rO);
-        arrive(empty_v);
-        if (rescale) softmax.scale_output(rO, alpha);
-        tile::pack_operand_a<kDtype>(rP, rS);
-      };
-
-      --n;
-      int masked_until = max(own.full_last + 1, own.first);
+    do {
 #pragma unroll 1
-      do {
+      for (; n >= masked_end; --n) step<true>(n);
 #pragma unroll 1
-        for (; n >= masked_until; --n) step(std::true_type{});
-#pragma unroll 1
-        for (; n >= own.full_first && n >= own.first && n <= own.full_last; --n) step(std::false_type{});
-        masked_until = own.first;
-      } while (n >= own.first);
+      for (; n >= own_.full_first && n >= own_.first; --n) step<false>(n);
+      masked_end = own_.first;
+    } while (n >= own_.first);
+  }
 
-      ptx::mbarrier_try_wait_parity(bars.full_v + 8 * pv.stage, pv.phase);
-      tile::pin(rP);
-      tile::pin(rO);
-      ptx::wgmma_fence();
-      tile::wgmma_pv<kDtype>(rO, rP, desc_v_all + pv.stage * kKvStep);
-      ptx::wgmma_commit_group();
-      ptx::wgmma_wait_group<0>();
-      tile::pin(rO);
-      arrive(bars.empty_v + 8 * pv.stage);
+  // Softmax of block n while P V of the block before runs.
+  template <bool kMasked>
+  FA_DEVICE void step(int n) {
+    // Through a warp reduction, so that what follows from the positions is computed in uniform
+    // registers, where descriptors have to be: without it, 40 more instructions a block.
+    const int states = __reduce_max_sync(0xffffffff, pos_.state | q_pos_.state << 8);
+    const Ring now = {states & 0xff}, before = now.previous();
+    const int q_stage = QRing{states >> 8}.stage();
+    tile::pin(rS_);
+    tile::pin(rP_);
+    tile::pin(rO_);
+    ptx::wgmma_fence();
+    tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS_, desc_q(q_stage), desc_k(now.stage()));
+    ptx::wgmma_commit_group();
+    wait(smem_.full_v[before.stage()], before.phase());
+    ptx::wgmma_fence();
+    tile::wgmma_pv<kDtype>(rO_, rP_, desc_v(before.stage()));
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<1>();
+    tile::pin(rS_);
+    bool rescale = false;
+    if constexpr (kMasked) {
+      rescale = softmax_with_max(n);
     } else {
-      release_stored_q();
+      softmax_.template exponentiate_at_once<1>(rS_, 0, order_.scale_log2);
+      if (!softmax_.accept()) {
+        tile::warp_qk<kDtype, kHeadDim, kBlockM>(rS_, ptx::smem_addr(smem_.sQ[q_stage]),
+                                                 64 * consumer_ + 16 * warp(),
+                                                 ptx::smem_addr(smem_.sK[now.stage()]), lane());
+        softmax_.scan_max(rS_);
+        rescale = softmax_.advance_reference(order_.scale_log2, alpha_);
+        softmax_.exponentiate(rS_, order_.scale_log2);
+      }
     }
-#pragma unroll 1
-    for (; n >= range.first; --n) skip();
+    tile::pin(rS_);
+    arrive(smem_.empty_k[now.stage()]);
+    pos_.advance();
+    // The branch of this wait also keeps ptxas from moving the wait for P V above the exponentials.
+    if (n > own_.first) wait(smem_.full_k[pos_.stage()], pos_.phase());
+    ptx::wgmma_wait_group<0>();
+    tile::pin(rP_);
+    tile::pin(rO_);
+    arrive(smem_.empty_v[before.stage()]);
+    if (rescale) softmax_.scale_output(rO_, alpha_);
+    tile::pack_operand_a<kDtype>(rP_, rS_);
+  }
 
-    // ---- Epilogue
-    float* gLse = p.lse + (static_cast<int64_t>(work.batch_idx) * p.heads_q + work.head_idx) * p.seqlen_q;
+  FA_DEVICE bool softmax_with_max(int n) {
+    if (n > own_.full_last || n < own_.full_first)
+      attn::mask_columns(rS_, p_, row_ + 16 * warp(), n * kBlockN, lane());
+    softmax_.scan_max(rS_);
+    const bool rescale = softmax_.advance_reference(order_.scale_log2, alpha_);
+    softmax_.exponentiate(rS_, order_.scale_log2);
+    return rescale;
+  }
+
+  FA_DEVICE void enqueue_last_pv(Ring last) {
+    wait(smem_.full_v[last.stage()], last.phase());
+    tile::pin(rP_);
+    tile::pin(rO_);
+    ptx::wgmma_fence();
+    tile::wgmma_pv<kDtype>(rO_, rP_, desc_v(__reduce_max_sync(0xffffffff, last.stage())));
+    ptx::wgmma_commit_group();
+  }
+
+  // ---- Epilogue
+
+  // Hands the other buffer of Q back to the producer, once O of the tile before has left it.
+  FA_DEVICE void release_stored_q() {
+    if constexpr (!Config::kOutputInQ) return;
+    if (elected() && stored_) {
+      ptx::cp_async_bulk_wait_group_read_0();
+      ptx::mbarrier_arrive(ptx::smem_addr(&smem_.empty_q[1 - q_pos_.stage()]));
+    }
+    stored_ = false;
+  }
+
+  // Stores O and LSE of the tile that q_state belongs to. The tile is read from there again, so
+  // that nothing of it occupies a register during the main loop.
+  FA_DEVICE void store_output(int q_state) {
+    const int index = *static_cast<volatile int*>(&smem_.tile[q_state % 2]);
+    const attn::WorkTile work = attn::tile_of_cta(order_, index);
+    const int row = work.m_block * kBlockM + 64 * consumer_;
+    float* gLse =
+        p_.lse + (static_cast<int64_t>(work.batch_idx) * p_.heads_q + work.head_idx) * p_.seqlen_q;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float lse = softmax.finalize(rO, r, order.scale);
-      const int lse_row = row + 16 * warp + lane / 4 + 8 * r;
-      if (lane % 4 == 0 && lse_row < p.seqlen_q) gLse[lse_row] = lse;
+      const float lse = softmax_.finalize(rO_, r, order_.scale);
+      const int lse_row = row + 16 * warp() + lane() / 4 + 8 * r;
+      if (lane() % 4 == 0 && lse_row < p_.seqlen_q) gLse[lse_row] = lse;
     }
-    const uint32_t sO = sQ_all + q_pos.stage * Config::kQBytes;
-    ptx::bar_sync(1 + consumer, 128);  // all four warps have read their Q
+    uint32_t sO;
+    if constexpr (Config::kOutputInQ) {
+      sO = ptx::smem_addr(smem_.sQ[QRing{q_state}.stage()]) + consumer_ * 64 * tile::kPanelRowBytes;
+    } else {
+      sO = ptx::smem_addr(smem_.sO[consumer_]);
+    }
 #pragma unroll
-    for (int k = 0; k < kHeadDim / 16; ++k) {
-      uint32_t a[4];
-      tile::as_operand_a<kDtype>(a, rO, 0, k);
-      ptx::stmatrix_x4(tile::panel_address<kBlockM>(sO, 64 * consumer + 16 * warp, k, lane), a);
+    for (int col = 0; col < kHeadDim; col += Config::kOutCols) {
+      if (!Config::kOutputInQ && elected()) ptx::cp_async_bulk_wait_group_read_0();
+      ptx::bar_sync(1 + consumer_, 128);  // all have read their Q, or the store before has left
+#pragma unroll
+      for (int k = 0; k < Config::kOutCols / 16; ++k) {
+        uint32_t a[4];
+        tile::as_operand_a<kDtype>(a, rO_, 0, col / 16 + k);
+        ptx::stmatrix_x4(tile::panel_address<Config::kOutRows>(sO, 16 * warp(), k, lane()), a);
+      }
+      ptx::fence_proxy_async();
+      ptx::bar_sync(1 + consumer_, 128);
+      if (elected() && row < p_.seqlen_q) {
+        tile::tma_store<Config::kOutCols>(&maps_.out, sO, Config::kOutRows * tile::kPanelRowBytes,
+                                          col, p_.head_dim, row, work.head_idx, work.batch_idx);
+        ptx::cp_async_bulk_commit_group();
+      }
     }
-    ptx::fence_proxy_async();
-    ptx::bar_sync(1 + consumer, 128);
-    if (elected && row < p.seqlen_q) {
-      tile::tma_store<kHeadDim>(&maps.out, sO + 64 * consumer * tile::kPanelRowBytes,
-                                kBlockM * tile::kPanelRowBytes, p.head_dim, row, work.head_idx,
-                                work.batch_idx);
-      ptx::cp_async_bulk_commit_group();
-    }
-    release_q = bars.empty_q + 8 * q_pos.stage;
-    if constexpr (Config::kQStages == 1) release_stored_q();
-    q_pos.advance();
+    stored_ = true;
   }
-  if (elected) ptx::cp_async_bulk_wait_group_read_0();
-}
+
+  const FwdParams& p_;
+  const attn::TileOrder& order_;
+  const Maps& maps_;
+  typename Config::SharedStorage& smem_;
+  const int consumer_;
+
+  Ring pos_;     // the next block of K and V
+  QRing q_pos_;  // this tile
+  BlockRange range_, own_;  // of the CTA and of this warpgroup
+  int row_;
+  bool stored_ = false;
+  typename Config::Output rO_;
+  typename Config::Scores rS_;
+  uint32_t rP_[kBlockN / 16][4];
+  typename Config::Softmax softmax_;
+  float alpha_[2];
+};
 
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    fwd_sm90_kernel(const __grid_constant__ FwdParams p, const __grid_constant__ attn::TileOrder order,
-                    const __grid_constant__ Maps maps, unsigned* counter, unsigned num_tiles) {
+    fwd_sm90_kernel(const __grid_constant__ FwdParams p,
+                    const __grid_constant__ attn::TileOrder order, const __grid_constant__ Maps maps,
+                    const __grid_constant__ TileQueue queue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ unsigned char smem_raw[];
-  auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(
-      smem_raw + (-ptx::smem_addr(smem_raw) & 1023));
-  const Barriers bars = {ptx::smem_addr(smem.full_q), ptx::smem_addr(smem.empty_q),
-                         ptx::smem_addr(smem.full_k), ptx::smem_addr(smem.empty_k),
-                         ptx::smem_addr(smem.full_v), ptx::smem_addr(smem.empty_v)};
+  extern __shared__ __align__(1024) unsigned char smem_raw[];
+  auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   if (threadIdx.x == 0) {
     for (int s = 0; s < Config::kQStages; ++s) {
-      ptx::mbarrier_init(bars.full_q + 8 * s, 1);
-      ptx::mbarrier_init(bars.empty_q + 8 * s, Config::kConsumers);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.full_q[s]), 1);
+      // One arrival a warpgroup when O has left the buffer, or one a warp after the last Q K^T.
+      ptx::mbarrier_init(ptx::smem_addr(&smem.empty_q[s]),
+                         Config::kConsumers * (Config::kOutputInQ ? 1 : 4));
     }
     for (int s = 0; s < Config::kStages; ++s) {
-      ptx::mbarrier_init(bars.full_k + 8 * s, 1);
-      ptx::mbarrier_init(bars.empty_k + 8 * s, 4 * Config::kConsumers);
-      ptx::mbarrier_init(bars.full_v + 8 * s, 1);
-      ptx::mbarrier_init(bars.empty_v + 8 * s, 4 * Config::kConsumers);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.full_k[s]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.full_v[s]), 1);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.empty_k[s]), 4 * Config::kConsumers);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.empty_v[s]), 4 * Config::kConsumers);
     }
     ptx::fence_mbarrier_init();
   }
@@ -358,10 +482,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int warpgroup = ptx::warpgroup_id();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Config>(p, order, maps, counter, num_tiles, smem, bars);
+    if (threadIdx.x == 0) produce<Config>(p, order, maps, queue, smem);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    consume<Config>(p, order, maps, smem, bars, warpgroup - 1);
+    Consumer<Config>(p, order, maps, smem, warpgroup - 1).run();
   }
 #endif
 }
@@ -398,7 +522,7 @@ template <class Config>
 cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) {
   const auto kernel = fwd_sm90_kernel<Config>;
   if (const cudaError_t status = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Config::kSmemBytes);
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename Config::SharedStorage));
       status != cudaSuccess) {
     return status;
   }
@@ -440,7 +564,8 @@ cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) 
   const unsigned num_tiles = pairs * m_blocks;
   const unsigned grid = std::min<unsigned>(num_tiles, num_sms);
   unsigned* counter = num_tiles > grid ? tile_counter(stream) : nullptr;
-  kernel<<<grid, Config::kThreads, Config::kSmemBytes, stream>>>(p, order, maps, counter, num_tiles);
+  kernel<<<grid, Config::kThreads, sizeof(typename Config::SharedStorage), stream>>>(
+      p, order, maps, TileQueue{counter, num_tiles});
   return cudaGetLastError();
 }
 

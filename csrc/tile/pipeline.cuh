@@ -11,15 +11,12 @@ namespace fa::tile {
 // the ring, one phase ahead of any arrival, does not wait.
 template <int kStages>
 struct RingPosition {
-  int stage = 0;
-  uint32_t phase = 0;
+  int state = 0;  // stage + kStages * phase: one register
 
-  FA_DEVICE void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
+  FA_DEVICE int stage() const { return state < kStages ? state : state - kStages; }
+  FA_DEVICE uint32_t phase() const { return state < kStages ? 0 : 1; }
+  FA_DEVICE void advance() { state = state == 2 * kStages - 1 ? 0 : state + 1; }
+  FA_DEVICE RingPosition previous() const { return {state == 0 ? 2 * kStages - 1 : state - 1}; }
 };
 
 }  // namespace fa::tile

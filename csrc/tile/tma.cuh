@@ -21,16 +21,18 @@ FA_DEVICE void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier,
                                       i * kPanelCols, row, head, batch);
 }
 
-// Called by one thread, after a fence_proxy_async of those that wrote the tile. panel_bytes is the
-// distance between panels in shared memory; the box of the map has the rows.
+// Called by one thread, after a fence_proxy_async of those that wrote the tile: kCols columns from
+// first_col on. panel_bytes is the distance between panels in shared memory; the box of the map has
+// the rows.
 template <int kCols>
-FA_DEVICE void tma_store(const CUtensorMap* map, uint32_t smem, uint32_t panel_bytes, int head_dim,
-                         int row, int head, int batch) {
+FA_DEVICE void tma_store(const CUtensorMap* map, uint32_t smem, uint32_t panel_bytes, int first_col,
+                         int head_dim, int row, int head, int batch) {
 #pragma unroll
-  for (int i = 0; i < kCols / kPanelCols; ++i)
-    if (i * kPanelCols < head_dim)
-      ptx::cp_async_bulk_tensor_4d_store(map, smem + i * panel_bytes, i * kPanelCols, row, head,
-                                         batch);
+  for (int i = 0; i < kCols / kPanelCols; ++i) {
+    const int col = first_col + i * kPanelCols;
+    if (col < head_dim)
+      ptx::cp_async_bulk_tensor_4d_store(map, smem + i * panel_bytes, col, row, head, batch);
+  }
 }
 
 }  // namespace fa::tile
