@@ -95,7 +95,8 @@ __global__ void tma_load_kernel(const __grid_constant__ CUtensorMap map, int bat
   if (threadIdx.x == 0) {
     ptx::prefetch_tensormap(&map);
     ptx::mbarrier_arrive_expect_tx(barrier, kElements * 2);
-    tile::tma_load<kRows, kCols>(ptx::smem_addr(smem), &map, barrier, row, head, batch);
+    tile::tma_load<kRows, kCols>(ptx::smem_addr(smem), kRows * tile::kPanelRowBytes, &map, barrier,
+                                 row, head, batch);
   }
   ptx::mbarrier_try_wait_parity(barrier, 0);
   smem_to_image(gImage, smem, kElements);
@@ -111,7 +112,7 @@ __global__ void tma_store_kernel(const __grid_constant__ CUtensorMap map, const 
   if (threadIdx.x == 0) {
     tile::tma_store<kCols>(&map,
                            ptx::smem_addr(smem) + part * kWarpgroupRows * tile::kPanelRowBytes,
-                           kRows * tile::kPanelRowBytes, head_dim, row, head, batch);
+                           kRows * tile::kPanelRowBytes, 0, head_dim, row, head, batch);
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group_read_0();
   }
@@ -228,8 +229,8 @@ template <int kStages>
 __global__ void ring_position_kernel(int steps, int* gWalk) {
   tile::RingPosition<kStages> position;
   for (int i = 0; i < steps; ++i) {
-    gWalk[2 * i] = position.stage;
-    gWalk[2 * i + 1] = static_cast<int>(position.phase);
+    gWalk[2 * i] = position.stage();
+    gWalk[2 * i + 1] = static_cast<int>(position.phase());
     position.advance();
   }
 }
@@ -264,24 +265,25 @@ __global__ void ring_kernel(const __grid_constant__ CUtensorMap map, int tiles, 
   tile::RingPosition<kStages> position;
   if (ptx::warp_id() == 0) {
     for (int t = 0; t < tiles && lane == 0; ++t, position.advance()) {
-      const uint32_t full_now = full + 8 * position.stage;
-      ptx::mbarrier_try_wait_parity(empty + 8 * position.stage, position.phase ^ 1);
+      const uint32_t full_now = full + 8 * position.stage();
+      ptx::mbarrier_try_wait_parity(empty + 8 * position.stage(), position.phase() ^ 1);
       __nanosleep(t / 8 % 2 ? 0 : 2000);
       ptx::mbarrier_arrive_expect_tx(full_now, kRingTile * 2);
-      tile::tma_load<kRingRows, kRingCols>(ptx::smem_addr(storage.tiles[position.stage]), &map,
-                                           full_now, t * kRingRows, 0, 0);
+      tile::tma_load<kRingRows, kRingCols>(ptx::smem_addr(storage.tiles[position.stage()]),
+                                           kRingRows * tile::kPanelRowBytes, &map, full_now,
+                                           t * kRingRows, 0, 0);
     }
   } else {
     for (int t = 0; t < tiles; ++t, position.advance()) {
-      ptx::mbarrier_try_wait_parity(full + 8 * position.stage, position.phase);
+      ptx::mbarrier_try_wait_parity(full + 8 * position.stage(), position.phase());
       __nanosleep(t / 8 % 2 ? 2000 : 0);
       int64_t sum = 0;
       for (int i = lane; i < kRingTile; i += 32)
-        sum += int64_t{storage.tiles[position.stage][i]} * (i + 1);
+        sum += int64_t{storage.tiles[position.stage()][i]} * (i + 1);
       for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffff, sum, other);
       if (lane == 0) gSums[t] = sum;
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * position.stage);
+      if (lane == 0) ptx::mbarrier_arrive(empty + 8 * position.stage());
     }
   }
 }

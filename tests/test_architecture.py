@@ -41,7 +41,14 @@ MAY_INCLUDE = {
 }
 TORCH = re.compile(r"^(torch|ATen|c10|caffe2|pybind11)/|^Python\.h$")
 HOPPER = {"ptx/sm90.cuh", "ptx/wgmma.cuh", "tile/mma_sm90.cuh", "tile/tma.cuh", "tile/pipeline.cuh"}
-PORTABLE = re.compile(r"_sm80\w*\.(cu|cuh)$|^(decode|combine|bwd_pre_post|mask_summary)\.cu$")
+HOPPER_KERNELS = sorted((CSRC / "kernels").glob("*_sm90.cu"))
+PORTABLE = [
+    path
+    for path in SOURCES
+    if path.is_relative_to(CSRC)
+    and path not in HOPPER_KERNELS
+    and path.relative_to(CSRC).as_posix() not in HOPPER
+]
 
 
 def name_of(path):
@@ -76,7 +83,8 @@ def everything_included(path):
 def test_the_checks_see_the_sources():
     """A moved folder must not turn the checks below into loops over nothing."""
     assert {path.parent.name for path in SOURCES} >= set(MAY_INCLUDE) - {"."}
-    assert any(PORTABLE.search(path.name) for path in SOURCES)
+    assert all((CSRC / name).is_file() for name in HOPPER)
+    assert HOPPER_KERNELS and any(path.name.endswith("_sm80.cu") for path in PORTABLE)
 
 
 @pytest.mark.parametrize("path", KERNEL_SIDE, ids=name_of)
@@ -91,11 +99,20 @@ def test_no_device_code_right_of_the_wall(path):
     assert "<<<" not in path.read_text() and "__global__" not in path.read_text()
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in SOURCES if PORTABLE.search(path.name)], ids=name_of
-)
+@pytest.mark.parametrize("path", PORTABLE, ids=name_of)
 def test_no_hopper_in_the_portable_family(path):
     assert not everything_included(path) & HOPPER
+
+
+@pytest.mark.parametrize("path", HOPPER_KERNELS, ids=name_of)
+def test_hopper_kernels_are_empty_for_other_archs(path):
+    """setup.py compiles every file for every arch, and their assemblers refuse TMA and wgmma."""
+    kernels = re.split(r"\b__global__\b", path.read_text())[1:]
+    assert kernels
+    for kernel in kernels:
+        body = kernel[kernel.index(" {\n") : kernel.index("\n}\n")]
+        assert body.startswith(" {\n#if defined(__CUDA_ARCH_FEAT_SM90_ALL)\n")
+        assert body.endswith("\n#endif")
 
 
 @pytest.mark.parametrize(

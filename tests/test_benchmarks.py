@@ -1,6 +1,8 @@
-"""The benchmarks: work models, checks, timing, reports. Runs on the CPU in seconds."""
+"""The benchmark of the forward: work models, checks, timing, host cost. Runs on the CPU in
+seconds."""
 
 import contextlib
+import gc
 import json
 import math
 import shutil
@@ -17,8 +19,9 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_prefill  # noqa: E402
-import compare  # noqa: E402
 import harness  # noqa: E402
+import host_cost  # noqa: E402
+import rates  # noqa: E402
 import report  # noqa: E402
 import workload  # noqa: E402
 from workload import Problem  # noqa: E402
@@ -235,6 +238,90 @@ def test_progress_is_plain_lines_elsewhere(capsys):
     assert capsys.readouterr() == ("only\n", "")
 
 
+def test_host_cost_is_that_of_interleaved_batches_without_garbage_collection():
+    log = []
+
+    def call(name, seconds):
+        def run():
+            log.append((name, gc.isenabled()))
+            time.sleep(seconds)
+
+        return run
+
+    calls = {"a": call("a", 0.001), "b": call("b", 0.003)}
+    timings = host_cost.time_batches(calls, CPU, batches=4, size=2)
+    batches = 4 + host_cost.WARMUP_BATCHES
+    assert log == [("a", False), ("a", False), ("b", False), ("b", False)] * batches
+    assert gc.isenabled()
+    assert timings["a"].samples == timings["b"].samples == 4
+    assert timings["a"].launches == 2
+    assert timings["a"].median_us >= 1e3 and 3e3 <= timings["b"].median_us < 50e3
+
+
+def test_host_batches_fit_the_launch_queue_and_are_enough():
+    assert host_cost.CALLS <= 1024 // 4  # a call may launch several kernels
+    assert harness.Settings().samples >= 30
+    suite = bench_prefill.gpu_suites()["host"]
+    assert {p.dtype for p in suite} == {torch.float16, torch.bfloat16}
+    shapes = {(*(getattr(p, f) for f in rates.SHAPE), p.mask) for p in suite}
+    assert shapes == {(1, 16, 8, 128, 128, 128, "causal")}
+
+
+def test_bench_prefill_measures_host_cost_in_its_own_rows(tmp_path, capsys, monkeypatch):
+    problem = Problem("host", "host", 1, 4, 2, 16, 16, 16, "causal", torch.float32)
+    monkeypatch.setattr(bench_prefill, "cpu_suites", lambda quick: {"host": [problem]})
+    monkeypatch.setattr(harness, "ceilings", lambda *arguments: {})
+    out = tmp_path / "r.json"
+    assert bench_prefill.main(["--device", "cpu", "--quick", "--out", str(out)]) == 0
+    result = harness.read_result(out)
+    (row,) = result["rows"]
+    assert (row["mode"], row["unit"], row["dtype"]) == ("host", "us", "float32")
+    assert list(row["results"]) == list(result["host_labels"])
+    sdpa = row["results"]["sdpa"]
+    for r in row["results"].values():
+        assert r["samples"] == harness.QUICK.samples and r["launches"] == host_cost.CALLS
+        assert r["ratio_to_sdpa"] == pytest.approx(r["median_us"] / sdpa["median_us"], abs=1e-4)
+    assert row["results"]["empty"]["median_us"] < row["results"]["ours"]["median_us"]
+    assert "plain SDPA" in capsys.readouterr().out
+    assert "| host B1 H4/2 S16 D16 causal fp32" in report.full_block(result)
+    assert "| host B1 H4/2 S16 D16 causal fp32" in report.summary_block(result)
+
+
+def test_host_cost_notes_who_refuses(monkeypatch):
+    def refuse():
+        raise RuntimeError("query: must be even")
+
+    monkeypatch.setattr(host_cost, "bind", lambda x: {"ours": refuse, "sdpa": lambda: None})
+    row = host_cost.run_problem(tiny(), CPU, TINY)
+    assert row["results"]["ours"] == {"error": "query: must be even"}
+    assert row["results"]["sdpa"]["ratio_to_sdpa"] == 1
+
+
+# The kernel of a row
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_rows_name_the_kernel_that_ours_takes(mask, monkeypatch):
+    asked = []
+
+    def forward_kernel(*arguments, **options):
+        asked.append((arguments, options))
+        return "fwd_sm90 192x80: 3 stages"
+
+    monkeypatch.setattr(torch.ops.fa, "forward_kernel", forward_kernel, raising=False)
+    candidates = [bench_prefill.CANDIDATES[name] for name in ("sdpa", "ours")]
+    row = harness.run_problem(tiny(mask), candidates, CPU, TINY)
+    assert row["kernel"] == "fwd_sm90 192x80: 3 stages"
+    (((query, key, value, attn_mask, is_causal, scale), options),) = asked
+    assert query.shape == (2, 4, 40, 16) and key.shape == value.shape == (2, 2, 40, 16)
+    assert is_causal == (mask in ("causal", "window")) and scale is None
+    assert (attn_mask is not None) == (mask in ("bool", "lowest", "-inf"))
+    # tiny() gives every problem a window of 7, which only a band reads
+    assert options["window_left"] == (7 if is_causal else -1)
+    assert options["window_right"] == -1 and options["bottom_right"] is False
+    assert "kernel" not in harness.run_problem(tiny(mask), candidates[:1], CPU, TINY)
+
+
 # The benchmark end to end
 
 
@@ -311,211 +398,18 @@ def test_grid_and_seed_shapes():
     assert len(suites["grid"]) == 36
     for p in suites["grid"]:
         assert p.batch * p.seqlen_q == 16384 and p.heads_q * p.head_dim == 2048
-    seeds = {(*(getattr(p, f) for f in report.SHAPE), p.mask, p.dtype) for p in suites["seed"]}
+    seeds = {(*(getattr(p, f) for f in rates.SHAPE), p.mask, p.dtype) for p in suites["seed"]}
     assert (2, 16, 8, 1024, 1024, 128, "causal", torch.float16) in seeds
     assert (4, 16, 16, 1024, 1024, 128, "full", torch.float16) in seeds
 
 
 def test_every_ratio_of_fa3_belongs_to_a_problem_and_the_grid_is_complete():
-    _, ratios = report.peer_ratios()
+    _, ratios = rates.peer_ratios()
     problems = {
-        (*(getattr(p, f) for f in report.SHAPE), p.mask, str(p.dtype).removeprefix("torch."))
+        (*(getattr(p, f) for f in rates.SHAPE), p.mask, str(p.dtype).removeprefix("torch."))
         for suite in bench_prefill.gpu_suites().values()
         for p in suite
     }
     assert set(ratios) <= problems
     assert sum(key[-1] == "bfloat16" for key in ratios if key[0] * key[3] == 16384) >= 36
     assert all(0.5 < ratio < 2 for ratio in ratios.values())
-
-
-# Reports
-
-
-def synthetic(device="NVIDIA H200", slowdown=1.0):
-    """Two cells of the grid and one other problem; ours is 1.2 and 1.5 times as fast as FA2."""
-    rows = []
-    for problem, us in (
-        (Problem("grid", "grid", 4, 16, 16, 4096, 4096, 128, "full"), 1500.0),
-        (Problem("grid", "grid", 4, 16, 16, 4096, 4096, 128, "causal"), 1200.0),
-        (Problem("mask", "padded", 4, 16, 16, 2048, 2048, 128, "bool"), 900.0),
-    ):
-        times = {"ours": us * slowdown, "fa2": 1800.0, "cudnn": 1000.0}
-        flops = workload.useful_flops(problem)
-        row = {"label": problem.label()}
-        row |= {f: getattr(problem, f) for f in ("suite", "name", *report.SHAPE, "mask", "window")}
-        row |= {"dtype": "bfloat16", "mode": "events", "flops": flops}
-        row |= {"bytes": workload.least_bytes(problem), "input_sets": 1}
-        row["results"] = {
-            name: {
-                "error_share": 0.25,
-                "median_us": t,
-                "q1_us": t * 0.99,
-                "q3_us": t * 1.01,
-                "samples": 30,
-                "launches": 2,
-                "tflops": flops / t * 1e-6,
-            }
-            for name, t in times.items()
-        }
-        rows.append(row)
-    rows[2]["results"]["fa2"] = {"error": "No available kernel"}
-    return {
-        "schema": harness.SCHEMA,
-        "benchmark": "prefill",
-        "labels": {"ours": "ours", "fa2": "FA2 (torch)", "cudnn": "cuDNN"},
-        "environment": {
-            "device": device,
-            "torch": "2.11.0",
-            "cudnn": "9.19.0",
-            "commit": "0123456789abcdef",
-            "dirty": False,
-            "date": "2026-01-01 00:00 UTC",
-            "gpu_loaded": {
-                "driver": "580.1",
-                "sm_mhz": "1500",
-                "power_w": "690",
-                "power_limit_w": "700",
-            },
-        },
-        "settings": {},
-        "ceilings": {"gemm_bfloat16_tflops": 700.0, "copy_gbs": 4300.0},
-        "ceilings_after": {"gemm_bfloat16_tflops": 690.0, "copy_gbs": 4300.0},
-        "rows": rows,
-    }
-
-
-def cells(text, first):
-    """The cells of the line of a Markdown table that starts with `first`."""
-    line = next(line for line in text.splitlines() if line.startswith(f"| {first} "))
-    return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_grid_table_numbers():
-    text = report.grid_table(synthetic())
-    heads = cells(text, "grid (cells)")
-    assert heads[1:] == [
-        *("ours", "FA2 (torch)", "cuDNN", "FA3 (by ratio)"),
-        *("ours/FA2", "min", "ours/best", "min"),
-    ]
-    full = cells(text, "D128 full (1)")
-    flops = 4 * 4 * 16 * 4096**2 * 128
-    assert full[1:4] == [f"{flops / us * 1e-6:.0f}" for us in (1500, 1800, 1000)]
-    ratio = report.peer_ratios()[1][4, 16, 16, 4096, 4096, 128, "full", "bfloat16"]
-    assert full[4] == f"{flops / 1000 * 1e-6 * ratio:.0f}"
-    assert full[5:7] == ["1.20", "1.20"]
-    assert full[7] == f"{1000 / 1500 / ratio:.2f}"  # FA3 by ratio is the best here
-    assert cells(text, "all (2)")[5:7] == [f"{math.sqrt(1.2 * 1.5):.2f}", "1.20"]
-
-
-def test_row_table_shows_refusals_as_dashes():
-    row = cells(report.summary_block(synthetic()), "padded B4 H16 S2048 D128 bool bf16")
-    assert row[2] == "-" and row[4] == "-" and row[5] == "-"
-    assert row[6] == "1.11"  # ours/best: 1000 us of cuDNN over our 900
-
-
-def test_fa3_is_shown_only_for_the_gpu_of_its_ratios():
-    assert report.FA3_LABEL in report.summary_block(synthetic())
-    assert report.FA3_LABEL not in report.summary_block(synthetic(device="NVIDIA L4"))
-
-
-def test_noise_table_has_spread_and_roofline():
-    text = report.noise_table(synthetic())
-    assert text in report.full_block(synthetic())
-    row = cells(text, "grid B4 H16 S4096 D128 full bf16")
-    flops = 4 * 4 * 16 * 4096**2 * 128
-    assert row[1:4] == ["events", "1500.0", "2.0 %"]
-    assert row[5] == f"{100 * flops / 700e6 / 1500:.0f} %"
-    assert row[6] == "0.25"
-
-
-def test_generated_blocks_are_checked_and_updated(tmp_path, capsys, monkeypatch):
-    results = tmp_path / "results"
-    results.mkdir()
-    monkeypatch.setattr(report, "RESULTS", results)
-    page = tmp_path / "README.md"
-    frame = "before\n<!-- benchmark summary h200.json -->\n{}<!-- end benchmark -->\nafter\n"
-    page.write_text(frame.format("old numbers\n"))
-    assert report.main(["check", str(page)]) == 1
-    assert report.main(["update", str(page)]) == 0
-    assert page.read_text() == frame.format("Not measured yet.\n")
-
-    harness.write_result(results / "h200.json", synthetic())
-    assert report.main(["check", str(page)]) == 1
-    assert report.main(["update", str(page)]) == 0
-    assert report.main(["check", str(page)]) == 0
-    assert page.read_text() == frame.format(report.summary_block(synthetic()) + "\n")
-    harness.write_result(results / "h200.json", synthetic(slowdown=1.01))
-    assert report.main(["check", str(page)]) == 1
-    assert "README.md: differs" in capsys.readouterr().out
-
-    page.write_text("no block\n")
-    with pytest.raises(RuntimeError, match="generated block"):
-        report.stale_files([page])
-
-
-def test_result_file_round_trip(tmp_path):
-    path = tmp_path / "r.json"
-    harness.write_result(path, synthetic())
-    assert harness.read_result(path) == synthetic()
-    lines = [line for line in path.read_text().splitlines() if '"mask"' in line]
-    assert len(lines) == 3  # a row a line
-    harness.write_result(path, synthetic() | {"rows": []})
-    assert harness.read_result(path)["rows"] == []
-    path.write_text('{"schema": 99}')
-    with pytest.raises(RuntimeError, match="schema must be"):
-        harness.read_result(path)
-
-
-def test_plot(tmp_path, monkeypatch):
-    pytest.importorskip("matplotlib")
-    from matplotlib.figure import Figure
-
-    figures = []
-    savefig = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *a, **kw: figures.append(self) or savefig(self, *a, **kw)
-    )
-    path = tmp_path / "plot.png"
-    result = synthetic()
-    report.plot(result, path)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    full, causal = figures[0].axes
-    assert [len(axis.lines) for axis in (full, causal)] == [4, 4]
-    shown = {tuple(line.get_xydata()[0]) for line in full.lines}
-    assert shown == {
-        (4096, rate) for rate in report.speeds(result["rows"][0], "NVIDIA H200").values()
-    }
-    assert full.get_ylim()[0] == 0 and full.get_ylim()[1] > max(rate for _, rate in shown)
-    assert full.get_ylabel() == "TFLOPS" and causal.get_xlabel() == "sequence length"
-    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    assert legend == ["ours", "FA2 (torch)", "cuDNN", "FA3 (by ratio)"]
-    only_others = synthetic()
-    del only_others["rows"][:2]
-    with pytest.raises(RuntimeError, match="rows of the grid"):
-        report.plot(only_others, path)
-
-
-@pytest.mark.parametrize("slowdown, slower", [(1.0, 0), (1.045, 0), (1.06, 3), (0.9, 0)])
-def test_compare_flags_slowdowns_beyond_noise(tmp_path, capsys, slowdown, slower):
-    """Noise of the synthetic samples is 2 %, so that 5 % is the limit."""
-    before, after = tmp_path / "before.json", tmp_path / "after.json"
-    harness.write_result(before, synthetic())
-    harness.write_result(after, synthetic(slowdown=slowdown))
-    assert compare.main([str(before), str(after)]) == (slower > 0)
-    text = capsys.readouterr().out
-    assert text.count("SLOWER") == slower and f"{slower} slower by more than 3 %" in text
-    assert text.count("faster") == (3 if slowdown == 0.9 else 0)
-    assert cells(text, "geometric mean")[3] == f"{slowdown:.3f}"
-
-
-def test_compare_relative_to_another_candidate():
-    before, after = synthetic(), synthetic()
-    for row in after["rows"]:  # a slower GPU
-        for r in row["results"].values():
-            for field in ("median_us", "q1_us", "q3_us"):
-                r[field] = r.get(field, 0.0) * 1.3
-    text, slower = compare.compare(before, after, "ours", "cudnn")
-    assert slower == [] and cells(text, "geometric mean")[3] == "1.000"
-    assert len(compare.compare(before, after, "ours", None)[1]) == 3
-    with pytest.raises(RuntimeError, match="share a problem"):
-        compare.compare(before, after, "sdpa", None)

@@ -1,5 +1,8 @@
 // Which tile of work a CTA takes.
 #pragma once
+#include <algorithm>
+#include <cmath>
+
 #include "../params.h"
 #include "../ptx/common.cuh"
 
@@ -50,7 +53,39 @@ struct TileOrder {
   float scale;       // positive: see fold_scale
   float scale_log2;  // scale * log2(e)
   bool out_aligned;  // rows of out take 16-byte stores
+
+  unsigned num_tiles;
 };
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+// For tiles of block_m query rows and sections whose keys and values take section_bytes.
+inline TileOrder make_tile_order(const FwdParams& p, int block_m, int64_t section_bytes) {
+  const int64_t m_blocks = (p.seqlen_q + block_m - 1) / block_m;
+  const int64_t pairs = int64_t{p.batch} * p.heads_q, group = p.heads_q / p.heads_k;
+  int64_t section = 1;
+  if (p.window_right < p.seqlen_k) {
+    const int64_t kv_bytes = int64_t{4} * p.seqlen_k * p.head_dim;
+    section = std::min(
+        pairs, std::max<int64_t>(section_bytes / std::max<int64_t>(kv_bytes, 1), 1) * group);
+  }
+  TileOrder order;
+  order.m_blocks = m_blocks;
+  order.num_tiles = pairs * m_blocks;
+  order.num_sections = (pairs + section - 1) / section;
+  const int64_t last = pairs - (order.num_sections - 1) * section;
+  order.per_section = FastDivide(section * m_blocks);
+  order.section_heads = FastDivide(section);
+  order.last_heads = FastDivide(last);
+  order.heads = FastDivide(p.heads_q);
+  order.group = FastDivide(group);
+  order.scale = p.scale == 0.f ? 1.f : std::abs(p.scale);
+  order.scale_log2 = order.scale * kLog2E;
+  order.out_aligned = p.head_dim % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0 &&
+                      p.out_stride[0] % 8 == 0 && p.out_stride[1] % 8 == 0 &&
+                      p.out_stride[2] % 8 == 0;
+  return order;
+}
 
 FA_DEVICE WorkTile tile_of_cta(const TileOrder& order, unsigned cta) {
   const unsigned section = order.per_section.quotient(cta);

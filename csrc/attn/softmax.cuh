@@ -5,10 +5,9 @@
 // A lane holds 2 kM rows (two per 16-row tile), each row spread over the four lanes of a quad.
 #pragma once
 #include "../tile/fragment.cuh"
+#include "scheduler.cuh"
 
 namespace fa::attn {
-
-constexpr float kLog2E = 1.4426950408889634f;
 
 // Scores are raw products q.k, turned into exponents by one FFMA with `scale_log2` = scale *
 // log2(e); or, with kNatural, finished scores scale * q.k + mask, because a mask that reaches down
@@ -57,8 +56,8 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) tile_max[r] = tile::quad_max(tile_max[r]);
   }
 
-  // Moves the references of rows that outgrew theirs up to the tile's maximum. Returns whether O has
-  // to follow, by scale_output with these factors. One vote for the warp: in most tiles no row
+  // Moves the references of rows that outgrew theirs up to the tile's maximum. Returns whether O
+  // has to follow, by scale_output with these factors. One vote for the warp: in most tiles no row
   // outgrew its reference and the whole rescaling is jumped over.
   FA_DEVICE bool advance_reference(float scale_log2, float (&alpha)[kRows]) {
     bool outgrown = false;
@@ -160,22 +159,41 @@ struct OnlineSoftmax {
     return true;
   }
 
-  // Divides row r of rO by its sum and returns the LSE. A row without a visible key gets 0 and
-  // -inf.
+  // Divides the rows of rO by their sums and returns their LSE. A row without a visible key gets 0
+  // and -inf.
   template <int kD>
-  FA_DEVICE float finalize(tile::Accumulator<kM, kD>& rO, int r, float scale) {
-    const float sum = tile::quad_sum(row_sum[r]);
-    const float inverse = 1.f / sum;
+  FA_DEVICE void finalize(tile::Accumulator<kM, kD>& rO, float scale, float (&lse)[kRows]) {
+    bool empty = false;
 #pragma unroll
-    for (int d = 0; d < kD; ++d) {
+    for (int r = 0; r < kRows; ++r) {
+      row_sum[r] = tile::quad_sum(row_sum[r]);
+      empty |= row_sum[r] == 0.f;
+      lse[r] = row_sum[r] == 0.f
+                   ? -INFINITY
+                   : finite_or_zero(row_max[r]) * (kNatural ? 1.f : scale) + __logf(row_sum[r]);
+    }
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float& o = rO.x[r / 2][d][2 * (r % 2) + i];
-        o = sum == 0.f ? 0.f : o * inverse;  // not 0 * o: a hidden V may have brought a NaN
+    for (int r = 0; r < kRows; ++r) {
+      // The sum is at least about 1, the term of the reference itself: no denormal, no overflow.
+      const float inverse = ptx::rcp_approx_ftz(row_sum[r]);
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) rO.x[r / 2][d][2 * (r % 2) + i] *= inverse;
       }
     }
-    return sum == 0.f ? -INFINITY
-                      : finite_or_zero(row_max[r]) * (kNatural ? 1.f : scale) + __logf(sum);
+    if (!__any_sync(0xffffffff, empty)) return;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+      for (int d = 0; d < kD; ++d) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float& o = rO.x[r / 2][d][2 * (r % 2) + i];
+          o = row_sum[r] == 0.f ? 0.f : o;  // not 0 * o: a hidden V may have brought a NaN
+        }
+      }
+    }
   }
 
   // As a reference, -inf would turn hidden scores (-inf) into NaN; a row of NaN scores stays NaN

@@ -137,11 +137,12 @@ FA_DEVICE void store_output(const FwdParams& p, const attn::TileOrder& order, un
 
   float* gLse =
       p.lse + (static_cast<int64_t>(work.batch_idx) * p.heads_q + work.head_idx) * p.seqlen_q;
+  float lse[2 * Config::kRowTiles];
+  softmax.finalize(rO, order.scale, lse);
 #pragma unroll
   for (int r = 0; r < 2 * Config::kRowTiles; ++r) {
-    const float lse = softmax.finalize(rO, r, order.scale);
     const int row = row_begin + lane / 4 + 8 * r;
-    if (lane % 4 == 0 && row < p.seqlen_q) gLse[row] = lse;
+    if (lane % 4 == 0 && row < p.seqlen_q) gLse[row] = lse[r];
   }
   __syncwarp();  // other lanes' ldmatrix of Q are over; O overwrites it
 #pragma unroll
@@ -437,32 +438,12 @@ cudaError_t launch_config(const FwdParams& p, cudaStream_t stream) {
       status != cudaSuccess) {
     return status;
   }
+  constexpr int64_t kSectionBytes = int64_t{48} << 20;  // the L2 of an H200; 24 is 2 to 10 % slower
   const int64_t m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  const int64_t pairs = int64_t{p.batch} * p.heads_q, group = p.heads_q / p.heads_k;
-  if (pairs * m_blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  int64_t section = 1;
-  if (p.window_right < p.seqlen_k) {
-    constexpr int64_t kSectionBytes = int64_t{48}
-                                      << 20;  // the L2 of an H200; 24 is 2 to 10 % slower
-    const int64_t kv_bytes = int64_t{4} * p.seqlen_k * p.head_dim;
-    section = std::min(
-        pairs, std::max<int64_t>(kSectionBytes / std::max<int64_t>(kv_bytes, 1), 1) * group);
-  }
-  attn::TileOrder order;
-  order.m_blocks = m_blocks;
-  order.num_sections = (pairs + section - 1) / section;
-  order.per_section = attn::FastDivide(section * m_blocks);
-  order.section_heads = attn::FastDivide(section);
-  order.last_heads = attn::FastDivide(pairs - (order.num_sections - 1) * section);
-  order.heads = attn::FastDivide(p.heads_q);
-  order.group = attn::FastDivide(group);
-  order.scale = p.scale == 0.f ? 1.f : std::abs(p.scale);  // see fold_scale
-  order.scale_log2 = order.scale * attn::kLog2E;
-  order.out_aligned = p.head_dim % 8 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0 &&
-                      p.out_stride[0] % 8 == 0 && p.out_stride[1] % 8 == 0 &&
-                      p.out_stride[2] % 8 == 0;
-  kernel<<<static_cast<unsigned>(pairs * m_blocks), Config::kThreads, kSmemBytes, stream>>>(p,
-                                                                                            order);
+  if (int64_t{p.batch} * p.heads_q * m_blocks > std::numeric_limits<int>::max())
+    return cudaErrorInvalidConfiguration;
+  const attn::TileOrder order = attn::make_tile_order(p, Config::kBlockM, kSectionBytes);
+  kernel<<<order.num_tiles, Config::kThreads, kSmemBytes, stream>>>(p, order);
   return cudaGetLastError();
 }
 

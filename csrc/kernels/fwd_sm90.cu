@@ -29,15 +29,36 @@ struct FwdTile {
   int q_stages;   // of the ring of Q
 };
 
-enum class TileShape : int { kTall, kShort };
-
-constexpr FwdTile fwd_tile(int head_dim, TileShape shape) {
-  if (head_dim == 64) return shape == TileShape::kTall ? FwdTile{3, 128, 4, 2} : FwdTile{2, 128, 4, 2};
-  if (head_dim == 128) return shape == TileShape::kTall ? FwdTile{3, 64, 3, 2} : FwdTile{2, 128, 2, 2};
+// Chosen by measurement on an H200; see benchmarks/results/README.md.
+constexpr FwdTile fwd_tile(int head_dim, FwdTileShape shape) {
+  if (head_dim == 64)
+    return shape == FwdTileShape::kTall ? FwdTile{3, 128, 4, 2} : FwdTile{2, 128, 4, 2};
+  if (head_dim == 128) {
+    return shape == FwdTileShape::kTall   ? FwdTile{3, 64, 4, 2}
+           : shape == FwdTileShape::kWide ? FwdTile{2, 128, 2, 2}
+                                          : FwdTile{2, 64, 4, 2};
+  }
   return FwdTile{2, 64, 2, 1};
 }
 
-template <int kHeadDim_, TileShape kShape, Dtype kDtype_>
+// Key blocks of a range of query rows.
+struct alignas(16) BlockRange {
+  int first, last;            // those with visible keys; none when first > last
+  int full_first, full_last;  // those of them that need no mask
+};
+
+// What the producer tells the consumers about a tile: it has the time for the arithmetic, some 800
+// cycles, which the consumers would spend between two tiles.
+template <int kConsumers>
+struct TileInfo {
+  BlockRange own[kConsumers];  // of each warpgroup
+  int row;                     // the first one of the tile; kNoTile after the last tile
+  int head_idx, batch_idx;
+  int first, last;  // blocks that the CTA loads
+};
+constexpr int kNoTile = -1;
+
+template <int kHeadDim_, FwdTileShape kShape, Dtype kDtype_>
 struct FwdConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Dtype kDtype = kDtype_;
@@ -46,8 +67,8 @@ struct FwdConfig {
   static constexpr int kBlockN = kTile.block_n, kStages = kTile.stages, kQStages = kTile.q_stages;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // The register file is dealt out again between one producer and the consumers.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
   static constexpr uint32_t kQBytes = kBlockM * kHeadDim * 2, kKvBytes = kBlockN * kHeadDim * 2;
   // With two buffers of Q, O leaves through the rows of Q that it belongs to. With one, the next Q
   // is needed before O has left: then O has a buffer of its own, 128 columns of it at a time.
@@ -64,10 +85,10 @@ struct FwdConfig {
     alignas(1024) uint16_t sK[kStages][kBlockN * kHeadDim];
     alignas(1024) uint16_t sV[kStages][kBlockN * kHeadDim];
     alignas(1024) uint16_t sO[kOutputInQ ? 1 : kConsumers][kOutputInQ ? 1 : 64 * kOutCols];
-    uint64_t full_q[kQStages], empty_q[kQStages];
+    uint64_t full_q[kQStages][kConsumers], empty_q[kQStages];
     uint64_t full_k[kStages], empty_k[kStages];
     uint64_t full_v[kStages], empty_v[kStages];
-    int tile[2];  // index of the tile that Q belongs to
+    TileInfo<kConsumers> tile[2];  // that Q belongs to; by turns, whatever the buffers of Q
   };
 
   using Output = tile::Accumulator<1, kHeadDim / 8>;
@@ -83,14 +104,8 @@ struct Maps {
 // counter that is 0 between launches, or follow at the distance of the grid where there is none.
 struct TileQueue {
   unsigned* counter;
-  unsigned num_tiles;
 };
-constexpr int kNoTile = -1;
 
-struct BlockRange {
-  int first, last;            // blocks with visible keys; none when first > last
-  int full_first, full_last;  // those of them that need no mask
-};
 template <int kBlockN>
 FA_DEVICE BlockRange block_range(const FwdParams& p, int row, int rows) {
   const attn::KeyRange keys = attn::key_range(p, min(row, p.seqlen_q), min(row + rows, p.seqlen_q));
@@ -104,16 +119,12 @@ template <class Config>
 FA_DEVICE void produce(const FwdParams& p, const attn::TileOrder& order, const Maps& maps,
                        const TileQueue& queue, typename Config::SharedStorage& smem) {
   constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
+  constexpr uint32_t kPanelBytes = kBlockN * tile::kPanelRowBytes;
   typename Config::Ring k_pos, v_pos;
   typename Config::QRing q_pos;
-  ptx::prefetch_tensormap(&maps.query);
-  ptx::prefetch_tensormap(&maps.key);
-  ptx::prefetch_tensormap(&maps.value);
-  ptx::prefetch_tensormap(&maps.out);
-
   unsigned index = blockIdx.x;
 #pragma unroll 1
-  while (index < queue.num_tiles) {
+  while (index < order.num_tiles) {
     const attn::WorkTile work = attn::tile_of_cta(order, index);
     const int row = work.m_block * kBlockM;
     const BlockRange range = block_range<kBlockN>(p, row, kBlockM);
@@ -131,8 +142,8 @@ FA_DEVICE void produce(const FwdParams& p, const attn::TileOrder& order, const M
       ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_k[stage]), k_pos.phase() ^ 1);
       const uint32_t full = ptx::smem_addr(&smem.full_k[stage]);
       ptx::mbarrier_arrive_expect_tx(full, Config::kKvBytes);
-      tile::tma_load<kBlockN, kHeadDim>(ptx::smem_addr(smem.sK[stage]), &maps.key, full,
-                                        n * kBlockN, work.kv_head_idx, work.batch_idx);
+      tile::tma_load<kBlockN, kHeadDim>(ptx::smem_addr(smem.sK[stage]), kPanelBytes, &maps.key,
+                                        full, n * kBlockN, work.kv_head_idx, work.batch_idx);
       k_pos.advance();
     };
     auto load_v = [&](int n) {
@@ -140,22 +151,41 @@ FA_DEVICE void produce(const FwdParams& p, const attn::TileOrder& order, const M
       ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_v[stage]), v_pos.phase() ^ 1);
       const uint32_t full = ptx::smem_addr(&smem.full_v[stage]);
       ptx::mbarrier_arrive_expect_tx(full, Config::kKvBytes);
-      tile::tma_load<kBlockN, kHeadDim>(ptx::smem_addr(smem.sV[stage]), &maps.value, full,
-                                        n * kBlockN, work.kv_head_idx, work.batch_idx);
+      tile::tma_load<kBlockN, kHeadDim>(ptx::smem_addr(smem.sV[stage]), kPanelBytes, &maps.value,
+                                        full, n * kBlockN, work.kv_head_idx, work.batch_idx);
       v_pos.advance();
     };
 
+    // Nothing before this touches global memory, and what the consumers write waits for what is
+    // loaded here: the start of this kernel overlaps the end of the one before.
+    if (index == blockIdx.x) ptx::griddepcontrol_wait();
     const bool any = range.first <= range.last;
     if (Config::kQStages == 1 && any) load_k(range.last);  // Q still waits for its buffer
     const int q_stage = q_pos.stage();
-    const uint32_t full_q = ptx::smem_addr(&smem.full_q[q_stage]);
     ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_q[q_stage]), q_pos.phase() ^ 1);
-    smem.tile[q_pos.state % 2] = static_cast<int>(index);
-    ptx::mbarrier_arrive_expect_tx(full_q, Config::kQBytes);
-    tile::tma_load<kBlockM, kHeadDim>(ptx::smem_addr(smem.sQ[q_stage]), &maps.query, full_q, row,
-                                      work.head_idx, work.batch_idx);
+    // By warpgroups, the last rows first: they have the first key block to start with.
+#pragma unroll
+    for (int c = Config::kConsumers - 1; c >= 0; --c) {
+      const uint32_t full_q = ptx::smem_addr(&smem.full_q[q_stage][c]);
+      ptx::mbarrier_arrive_expect_tx(full_q, Config::kQBytes / Config::kConsumers);
+      tile::tma_load<64, kHeadDim>(ptx::smem_addr(smem.sQ[q_stage]) + 64 * c * tile::kPanelRowBytes,
+                                   kBlockM * tile::kPanelRowBytes, &maps.query, full_q,
+                                   row + 64 * c, work.head_idx, work.batch_idx);
+      if (Config::kQStages > 1 && any && c == Config::kConsumers - 1) load_k(range.last);
+    }
+    auto& info = smem.tile[q_pos.state % 2];
+    info.row = row;
+    info.head_idx = work.head_idx;
+    info.batch_idx = work.batch_idx;
+    info.first = range.first;
+    info.last = range.last;
+#pragma unroll 1
+    for (int c = 0; c < Config::kConsumers; ++c)
+      info.own[c] = block_range<kBlockN>(p, row + 64 * c, 64);
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c)
+      ptx::mbarrier_arrive(ptx::smem_addr(&smem.full_q[q_stage][c]));
     q_pos.advance();
-    if (Config::kQStages > 1 && any) load_k(range.last);
 #pragma unroll 1
     for (int n = range.last; n > range.first; --n) {
       if (n == min(range.last, range.first + 2)) take_next();
@@ -165,13 +195,16 @@ FA_DEVICE void produce(const FwdParams& p, const attn::TileOrder& order, const M
     if (range.first >= range.last) take_next();
     if (any) load_v(range.first);
     // Every CTA draws until it is past the end: this was the last draw of all.
-    if (queue.counter != nullptr && ticket == queue.num_tiles - 1) *queue.counter = 0;
+    if (queue.counter != nullptr && ticket == order.num_tiles - 1) *queue.counter = 0;
     index = next;
   }
+  ptx::griddepcontrol_launch_dependents();
   const int q_stage = q_pos.stage();
   ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.empty_q[q_stage]), q_pos.phase() ^ 1);
-  smem.tile[q_pos.state % 2] = kNoTile;
-  ptx::mbarrier_arrive(ptx::smem_addr(&smem.full_q[q_stage]));
+  smem.tile[q_pos.state % 2].row = kNoTile;
+#pragma unroll
+  for (int i = 0; i < 2 * Config::kConsumers; ++i)
+    ptx::mbarrier_arrive(ptx::smem_addr(&smem.full_q[q_stage][i / 2]));
 }
 
 // One warpgroup, with 64 of the CTA's query rows.
@@ -200,19 +233,18 @@ class Consumer {
       } else {
         release_stored_q();
       }
-      const int q_state = q_pos_.state;
       if constexpr (!Config::kOutputInQ) arrive(smem_.empty_q[q_pos_.stage()]);
-      const Ring last = pos_.previous();
-      if (live) enqueue_last_pv(last);
+      uint32_t empty_v = 0;
+      if (live) empty_v = enqueue_last_pv();
 #pragma unroll 1
-      for (int n = live ? own_.first - 1 : range_.last; n >= range_.first; --n) skip_block();
+      for (int n = live ? own_.first - 1 : last_; n >= first_; --n) skip_block();
       q_pos_.advance();
       open = open_tile();
       start_tile();
       ptx::wgmma_wait_group<1>();
       tile::pin(rO_);
-      if (live) arrive(smem_.empty_v[last.stage()]);
-      store_output(q_state);
+      if (empty_v != 0 && ptx::elect_sync()) ptx::mbarrier_arrive(empty_v);
+      store_output(q_pos_.previous().state);
     } while (open);
     ptx::wgmma_wait_group<0>();
     if (elected()) ptx::cp_async_bulk_wait_group_read_0();
@@ -231,20 +263,23 @@ class Consumer {
   }
   // Once for each warp, after its reads.
   FA_DEVICE void arrive(uint64_t& barrier) {
-    if (lane() == 0) ptx::mbarrier_arrive(ptx::smem_addr(&barrier));
+    if (ptx::elect_sync()) ptx::mbarrier_arrive(ptx::smem_addr(&barrier));
   }
-  FA_DEVICE int lane() const { return threadIdx.x % 32; }
-  FA_DEVICE int warp() const { return threadIdx.x / 32 % 4; }
-  FA_DEVICE bool elected() const { return threadIdx.x % 128 == 0; }
+  // The same value, by a warp reduction, whose result lies in a uniform register. Descriptors have
+  // to be in those, and without it what they follow from is not: 40 more instructions a block.
+  FA_DEVICE static int uniform(int v) { return __reduce_max_sync(0xffffffff, v); }
+
+  FA_DEVICE int lane() const { return ptx::thread_index_again() % 32; }
+  FA_DEVICE int warp() const { return ptx::thread_index_again() / 32 % 4; }
+  FA_DEVICE bool elected() const { return ptx::thread_index_again() % 128 == 0; }
 
   FA_DEVICE uint64_t desc_q(int stage) const {
     return ptx::matrix_descriptor(
-        ptx::smem_addr(smem_.sQ[0]) + consumer_ * 64 * tile::kPanelRowBytes, 0) +
+               ptx::smem_addr(smem_.sQ[0]) + consumer_ * 64 * tile::kPanelRowBytes, 0) +
            stage * (Config::kQBytes >> 4);
   }
   FA_DEVICE uint64_t desc_k(int stage) const {
-    return ptx::matrix_descriptor(ptx::smem_addr(smem_.sK[0]), 0) +
-           stage * (Config::kKvBytes >> 4);
+    return ptx::matrix_descriptor(ptx::smem_addr(smem_.sK[0]), 0) + stage * (Config::kKvBytes >> 4);
   }
   FA_DEVICE uint64_t desc_v(int stage) const {
     return ptx::matrix_descriptor(ptx::smem_addr(smem_.sV[0]), kBlockN * tile::kPanelRowBytes) +
@@ -255,18 +290,18 @@ class Consumer {
 
   // Waits for Q of the next tile; false after the last one.
   FA_DEVICE bool open_tile() {
-    wait(smem_.full_q[q_pos_.stage()], q_pos_.phase());
-    // A warp reduction, for its result lies in a uniform register.
-    const int index = __reduce_max_sync(0xffffffff, smem_.tile[q_pos_.state % 2]);
-    if (index == kNoTile) {
-      own_ = range_ = {0, -1, 0, -1};
+    wait(smem_.full_q[q_pos_.stage()][consumer_], q_pos_.phase());
+    const auto& info = smem_.tile[q_pos_.state % 2];
+    if (uniform(info.row) == kNoTile) {
+      own_ = {0, -1, 0, -1};
+      first_ = 0;
+      last_ = -1;
       return false;
     }
-    const attn::WorkTile work = attn::tile_of_cta(order_, index);
-    const int tile_row = work.m_block * kBlockM;
-    row_ = tile_row + 64 * consumer_;
-    range_ = block_range<kBlockN>(p_, tile_row, kBlockM);
-    own_ = block_range<kBlockN>(p_, row_, 64);
+    const BlockRange own = info.own[consumer_];
+    own_ = {uniform(own.first), uniform(own.last), uniform(own.full_first), uniform(own.full_last)};
+    first_ = uniform(info.first);
+    last_ = uniform(info.last);
     return true;
   }
 
@@ -275,10 +310,14 @@ class Consumer {
   FA_DEVICE void start_tile() {
     if (own_.first <= own_.last) {
 #pragma unroll 1
-      for (int n = range_.last; n > own_.last; --n) skip_block();
+      for (int n = last_; n > own_.last; --n) {
+        wait(smem_.full_k[pos_.stage()], pos_.phase());
+        arrive(smem_.empty_k[pos_.stage()]);
+        pos_.advance();
+      }
       wait(smem_.full_k[pos_.stage()], pos_.phase());
     }
-    const int states = __reduce_max_sync(0xffffffff, pos_.state | q_pos_.state << 8);
+    const int states = uniform(pos_.state | q_pos_.state << 8);
     tile::pin(rS_);
     ptx::wgmma_fence();
     tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS_, desc_q(QRing{states >> 8}.stage()),
@@ -302,10 +341,17 @@ class Consumer {
   FA_DEVICE void main_loop() {
     int n = own_.last;
     arrive(smem_.empty_k[pos_.stage()]);
+    Ring skipped = pos_.before(last_ - own_.last);
     pos_.advance();
     if (n > own_.first) wait(smem_.full_k[pos_.stage()], pos_.phase());
     softmax_with_max(n);
     tile::pack_operand_a<kDtype>(rP_, rS_);
+    // Only now the values of the blocks that start_tile passed over: they come after the keys.
+#pragma unroll 1
+    for (int i = last_; i > own_.last; --i, skipped.advance()) {
+      wait(smem_.full_v[skipped.stage()], skipped.phase());
+      arrive(smem_.empty_v[skipped.stage()]);
+    }
     release_stored_q();
     --n;
     int masked_end = max(own_.full_last + 1, own_.first);  // the right edge, then the left one
@@ -322,9 +368,7 @@ class Consumer {
   // Softmax of block n while P V of the block before runs.
   template <bool kMasked>
   FA_DEVICE void step(int n) {
-    // Through a warp reduction, so that what follows from the positions is computed in uniform
-    // registers, where descriptors have to be: without it, 40 more instructions a block.
-    const int states = __reduce_max_sync(0xffffffff, pos_.state | q_pos_.state << 8);
+    const int states = uniform(pos_.state | q_pos_.state << 8);
     const Ring now = {states & 0xff}, before = now.previous();
     const int q_stage = QRing{states >> 8}.stage();
     tile::pin(rS_);
@@ -367,21 +411,26 @@ class Consumer {
   }
 
   FA_DEVICE bool softmax_with_max(int n) {
-    if (n > own_.full_last || n < own_.full_first)
-      attn::mask_columns(rS_, p_, row_ + 16 * warp(), n * kBlockN, lane());
+    if (n > own_.full_last || n < own_.full_first) {
+      const int row = smem_.tile[q_pos_.state % 2].row + 64 * consumer_;
+      attn::mask_columns(rS_, p_, row + 16 * warp(), n * kBlockN, lane());
+    }
     softmax_.scan_max(rS_);
     const bool rescale = softmax_.advance_reference(order_.scale_log2, alpha_);
     softmax_.exponentiate(rS_, order_.scale_log2);
     return rescale;
   }
 
-  FA_DEVICE void enqueue_last_pv(Ring last) {
+  // Returns the barrier to arrive at when it has finished.
+  FA_DEVICE uint32_t enqueue_last_pv() {
+    const Ring last = Ring{uniform(pos_.state)}.previous();
     wait(smem_.full_v[last.stage()], last.phase());
     tile::pin(rP_);
     tile::pin(rO_);
     ptx::wgmma_fence();
-    tile::wgmma_pv<kDtype>(rO_, rP_, desc_v(__reduce_max_sync(0xffffffff, last.stage())));
+    tile::wgmma_pv<kDtype>(rO_, rP_, desc_v(last.stage()));
     ptx::wgmma_commit_group();
+    return ptx::smem_addr(&smem_.empty_v[last.stage()]);
   }
 
   // ---- Epilogue
@@ -396,20 +445,13 @@ class Consumer {
     stored_ = false;
   }
 
-  // Stores O and LSE of the tile that q_state belongs to. The tile is read from there again, so
-  // that nothing of it occupies a register during the main loop.
+  // Stores O and LSE of the tile that q_state belongs to. What it is comes from shared
+  // memory, so that nothing of it occupies a register during the main loop.
   FA_DEVICE void store_output(int q_state) {
-    const int index = *static_cast<volatile int*>(&smem_.tile[q_state % 2]);
-    const attn::WorkTile work = attn::tile_of_cta(order_, index);
-    const int row = work.m_block * kBlockM + 64 * consumer_;
-    float* gLse =
-        p_.lse + (static_cast<int64_t>(work.batch_idx) * p_.heads_q + work.head_idx) * p_.seqlen_q;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float lse = softmax_.finalize(rO_, r, order_.scale);
-      const int lse_row = row + 16 * warp() + lane() / 4 + 8 * r;
-      if (lane() % 4 == 0 && lse_row < p_.seqlen_q) gLse[lse_row] = lse;
-    }
+    const auto& info = smem_.tile[q_state % 2];
+    const int row = info.row + 64 * consumer_, head_idx = info.head_idx, batch_idx = info.batch_idx;
+    float lse[2];
+    softmax_.finalize(rO_, order_.scale, lse);
     uint32_t sO;
     if constexpr (Config::kOutputInQ) {
       sO = ptx::smem_addr(smem_.sQ[QRing{q_state}.stage()]) + consumer_ * 64 * tile::kPanelRowBytes;
@@ -430,9 +472,16 @@ class Consumer {
       ptx::bar_sync(1 + consumer_, 128);
       if (elected() && row < p_.seqlen_q) {
         tile::tma_store<Config::kOutCols>(&maps_.out, sO, Config::kOutRows * tile::kPanelRowBytes,
-                                          col, p_.head_dim, row, work.head_idx, work.batch_idx);
+                                          col, p_.head_dim, row, head_idx, batch_idx);
         ptx::cp_async_bulk_commit_group();
       }
+    }
+    // Last: the fence above would wait for these stores, 500 cycles and more.
+    float* gLse = p_.lse + (static_cast<int64_t>(batch_idx) * p_.heads_q + head_idx) * p_.seqlen_q;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int lse_row = row + 16 * warp() + lane() / 4 + 8 * r;
+      if (lane() % 4 == 0 && lse_row < p_.seqlen_q) gLse[lse_row] = lse[r];
     }
     stored_ = true;
   }
@@ -443,10 +492,10 @@ class Consumer {
   typename Config::SharedStorage& smem_;
   const int consumer_;
 
-  Ring pos_;     // the next block of K and V
-  QRing q_pos_;  // this tile
-  BlockRange range_, own_;  // of the CTA and of this warpgroup
-  int row_;
+  Ring pos_;          // the next block of K and V
+  QRing q_pos_;       // this tile
+  BlockRange own_;    // blocks of this warpgroup ...
+  int first_, last_;  // ... and of the CTA
   bool stored_ = false;
   typename Config::Output rO_;
   typename Config::Scores rS_;
@@ -458,14 +507,19 @@ class Consumer {
 template <class Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     fwd_sm90_kernel(const __grid_constant__ FwdParams p,
-                    const __grid_constant__ attn::TileOrder order, const __grid_constant__ Maps maps,
-                    const __grid_constant__ TileQueue queue) {
+                    const __grid_constant__ attn::TileOrder order,
+                    const __grid_constant__ Maps maps, const __grid_constant__ TileQueue queue) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(&maps.query);
+    ptx::prefetch_tensormap(&maps.key);
+    ptx::prefetch_tensormap(&maps.value);
+    ptx::prefetch_tensormap(&maps.out);
     for (int s = 0; s < Config::kQStages; ++s) {
-      ptx::mbarrier_init(ptx::smem_addr(&smem.full_q[s]), 1);
+      for (int c = 0; c < Config::kConsumers; ++c)
+        ptx::mbarrier_init(ptx::smem_addr(&smem.full_q[s][c]), 2);  // Q, and the TileInfo
       // One arrival a warpgroup when O has left the buffer, or one a warp after the last Q K^T.
       ptx::mbarrier_init(ptx::smem_addr(&smem.empty_q[s]),
                          Config::kConsumers * (Config::kOutputInQ ? 1 : 4));
@@ -518,17 +572,22 @@ unsigned* tile_counter(cudaStream_t stream) {
   return slot < kSlots ? static_cast<unsigned*>(base) + slot : nullptr;
 }
 
+// Half the L2 of an H200, which is two parts: with 48 MiB causal attention of S 512 and 1024 is 2 %
+// slower.
+constexpr int64_t kSectionBytes = int64_t{32} << 20;
+
 template <class Config>
 cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) {
   const auto kernel = fwd_sm90_kernel<Config>;
-  if (const cudaError_t status = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(typename Config::SharedStorage));
+  if (const cudaError_t status =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               sizeof(typename Config::SharedStorage));
       status != cudaSuccess) {
     return status;
   }
   Maps maps;
   cudaError_t status = encode_tensor_map(&maps.query, p.query, p.dtype, p.head_dim, p.seqlen_q,
-                                         p.heads_q, p.batch, p.query_stride, Config::kBlockM);
+                                         p.heads_q, p.batch, p.query_stride, 64);
   if (status == cudaSuccess)
     status = encode_tensor_map(&maps.key, p.key, p.dtype, p.head_dim, p.seqlen_k, p.heads_k,
                                p.batch, p.key_stride, Config::kBlockN);
@@ -541,44 +600,61 @@ cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) 
   if (status != cudaSuccess) return status;
 
   const int64_t m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  const int64_t pairs = int64_t{p.batch} * p.heads_q, group = p.heads_q / p.heads_k;
-  if (pairs * m_blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
-  int64_t section = 1;
-  if (p.window_right < p.seqlen_k) {
-    constexpr int64_t kSectionBytes = int64_t{48} << 20;
-    const int64_t kv_bytes = int64_t{4} * p.seqlen_k * p.head_dim;
-    section = std::min(
-        pairs, std::max<int64_t>(kSectionBytes / std::max<int64_t>(kv_bytes, 1), 1) * group);
+  if (int64_t{p.batch} * p.heads_q * m_blocks > std::numeric_limits<int>::max())
+    return cudaErrorInvalidConfiguration;
+  const attn::TileOrder order = attn::make_tile_order(p, Config::kBlockM, kSectionBytes);
+  const unsigned grid = std::min<unsigned>(order.num_tiles, num_sms);
+  unsigned* counter = order.num_tiles > grid ? tile_counter(stream) : nullptr;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = Config::kThreads;
+  config.dynamicSmemBytes = sizeof(typename Config::SharedStorage);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, p, order, maps, TileQueue{counter});
+}
+
+// Calls f(integral_constant head_dim instance, integral_constant shape). What an instance does not
+// have becomes kTall.
+template <class F>
+cudaError_t dispatch_tile(int head_dim, FwdTileShape shape, F&& f) {
+  constexpr std::integral_constant<FwdTileShape, FwdTileShape::kTall> tall;
+  constexpr std::integral_constant<FwdTileShape, FwdTileShape::kWide> wide;
+  constexpr std::integral_constant<FwdTileShape, FwdTileShape::kSmall> small;
+  const bool is_tall = shape == FwdTileShape::kTall;
+  if (head_dim <= 64) {
+    constexpr std::integral_constant<int, 64> d;
+    return is_tall ? f(d, tall) : f(d, wide);
   }
-  attn::TileOrder order;
-  order.m_blocks = m_blocks;
-  order.num_sections = (pairs + section - 1) / section;
-  order.per_section = attn::FastDivide(section * m_blocks);
-  order.section_heads = attn::FastDivide(section);
-  order.last_heads = attn::FastDivide(pairs - (order.num_sections - 1) * section);
-  order.heads = attn::FastDivide(p.heads_q);
-  order.group = attn::FastDivide(group);
-  order.scale = p.scale;
-  order.scale_log2 = order.scale * attn::kLog2E;
-  order.out_aligned = true;
-  const unsigned num_tiles = pairs * m_blocks;
-  const unsigned grid = std::min<unsigned>(num_tiles, num_sms);
-  unsigned* counter = num_tiles > grid ? tile_counter(stream) : nullptr;
-  kernel<<<grid, Config::kThreads, sizeof(typename Config::SharedStorage), stream>>>(
-      p, order, maps, TileQueue{counter, num_tiles});
-  return cudaGetLastError();
+  if (head_dim <= 128) {
+    constexpr std::integral_constant<int, 128> d;
+    return is_tall ? f(d, tall) : shape == FwdTileShape::kWide ? f(d, wide) : f(d, small);
+  }
+  return f(std::integral_constant<int, 256>{}, tall);
 }
 
 }  // namespace
 
-cudaError_t launch_fwd_sm90(const FwdParams& params, int num_sms, int shape, cudaStream_t stream) {
-  return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.dtype, [&](auto dtype) {
-    const int d = params.head_dim <= 64 ? 64 : params.head_dim <= 128 ? 128 : 256;
-    return dispatch_value<64, 128, 256>(d, [&](auto head_dim) {
-      return dispatch_value<TileShape::kTall, TileShape::kShort>(
-          static_cast<TileShape>(shape), [&](auto s) {
-            return launch_config<FwdConfig<head_dim(), s(), dtype()>>(params, num_sms, stream);
-          });
+KernelShape describe_fwd_sm90(int head_dim, FwdTileShape shape) {
+  KernelShape result{};
+  dispatch_tile(head_dim, shape, [&](auto d, auto tile_shape) {
+    using Config = FwdConfig<d(), tile_shape(), Dtype::kFloat16>;
+    result = {Config::kBlockM, Config::kBlockN, Config::kThreads,
+              static_cast<int>(sizeof(typename Config::SharedStorage))};
+    return cudaSuccess;
+  });
+  return result;
+}
+
+cudaError_t launch_fwd_sm90(const FwdParams& params, FwdTileShape shape, int num_sms,
+                            cudaStream_t stream) {
+  return dispatch_tile(params.head_dim, shape, [&](auto d, auto tile_shape) {
+    return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.dtype, [&](auto dtype) {
+      return launch_config<FwdConfig<d(), tile_shape(), dtype()>>(params, num_sms, stream);
     });
   });
 }

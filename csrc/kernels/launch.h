@@ -24,12 +24,20 @@ constexpr int kMaxSeqlen = 2147483647 - 255;  // the end of the last block still
 KernelShape describe_fwd_sm80(int head_dim, int smem_limit_bytes);
 cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaStream_t stream);
 
-// Hopper forward (TMA and wgmma, sm_90a).
-cudaError_t launch_fwd_sm90(const FwdParams& params, int num_sms, int shape, cudaStream_t stream);
+// Hopper forward (TMA and wgmma, sm_90a), for MaskMode::kFull and kBand, a positive scale and what
+// ops/heuristics.h asks of rows. num_sms: CTAs that run at once. Lengths and grid as above.
+enum class FwdTileShape : int {
+  kTall,   // as many query rows as the registers hold; the others have 128
+  kWide,   // more keys a block
+  kSmall,  // fewer, for short rows of blocks
+};
+KernelShape describe_fwd_sm90(int head_dim, FwdTileShape shape);
+cudaError_t launch_fwd_sm90(const FwdParams& params, FwdTileShape shape, int num_sms,
+                            cudaStream_t stream);
 
-// Classifies every kMaskSummaryBlock x kMaskSummaryBlock block of a mask tensor as all hidden,
-// mixed or all visible with nothing added, so that attention kernels skip the first kind and take
-// their unmasked loop on the last.
+// Finds what every kMaskSummaryBlock x kMaskSummaryBlock block of a mask tensor holds
+// (attn/mask_summary.cuh), so that attention kernels skip what is hidden, add what is constant and
+// read bits where every element is 0 or -inf.
 int64_t mask_summary_bytes(const FwdParams& params);
 cudaError_t launch_mask_summary(const FwdParams& params, cudaStream_t stream);
 

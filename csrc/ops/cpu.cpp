@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -365,7 +366,19 @@ std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& query, const at
   return {out, lse};
 }
 
+std::string forward_kernel_cpu(const at::Tensor& query, const at::Tensor& key,
+                               const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
+                               bool is_causal, std::optional<double> scale, int64_t window_left,
+                               int64_t window_right, bool bottom_right) {
+  check_forward(query, key, value, attn_mask, is_causal, scale, window_left, window_right,
+                bottom_right);
+  return "cpu: query is on the CPU";
+}
+
 }  // namespace
 }  // namespace fa
 
-TORCH_LIBRARY_IMPL(fa, CPU, m) { m.impl("forward", &fa::forward_cpu); }
+TORCH_LIBRARY_IMPL(fa, CPU, m) {
+  m.impl("forward", &fa::forward_cpu);
+  m.impl("forward_kernel", &fa::forward_kernel_cpu);
+}

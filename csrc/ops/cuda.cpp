@@ -8,10 +8,12 @@
 #include <torch/library.h>
 
 #include <limits>
+#include <string>
 #include <tuple>
 
 #include "../kernels/launch.h"
 #include "checks.h"
+#include "heuristics.h"
 
 namespace fa {
 namespace {
@@ -69,7 +71,7 @@ int64_t stride_of(const at::Tensor& tensor, int64_t dim) {
 // Kernels copy rows to shared memory in aligned pieces of 16 bytes, asynchronously. A view that
 // does not allow it is copied once, to rows padded with zeros to whole pieces: rare, and O(seqlen)
 // traffic beside O(seqlen^2) work, where a second, slow load path would burden every kernel.
-at::Tensor aligned_rows(const at::Tensor& tensor) {
+at::Tensor aligned_rows(const at::Tensor& tensor, bool copy_values) {
   constexpr int64_t kPieceBytes = 16;
   const int64_t piece = kPieceBytes / static_cast<int64_t>(tensor.element_size());
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kPieceBytes == 0 &&
@@ -81,6 +83,7 @@ at::Tensor aligned_rows(const at::Tensor& tensor) {
   const int64_t padded = (head_dim + piece - 1) / piece * piece;
   at::Tensor copy =
       at::empty({tensor.size(0), tensor.size(1), tensor.size(2), padded}, tensor.options());
+  if (!copy_values) return copy;
   copy.narrow(3, 0, head_dim).copy_(tensor);
   if (padded != head_dim) copy.narrow(3, head_dim, padded - head_dim).zero_();
   return copy;
@@ -135,59 +138,113 @@ FwdParams make_params(const Problem& problem, const at::Tensor& query, const at:
   return params;
 }
 
+// A call up to its launch.
+struct Plan {
+  Problem problem;
+  at::Tensor out, lse;
+  at::Tensor query, key, value, out_rows;  // what the kernel reads and writes
+  FwdParams params;
+  FwdChoice choice;
+  bool empty;  // no kernel is needed
+};
+
+Device describe(const cudaDeviceProp& device) {
+  return {10 * device.major + device.minor, device.multiProcessorCount,
+          static_cast<int>(device.sharedMemPerBlockOptin)};
+}
+
+// Check, allocate, fill params and choose the kernel. copy_values: fill copies of rows that are not
+// aligned.
+Plan plan_forward(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                  const std::optional<at::Tensor>& attn_mask, bool is_causal,
+                  std::optional<double> scale, int64_t window_left, int64_t window_right,
+                  bool bottom_right, const cudaDeviceProp& device, bool copy_values) {
+  Plan plan{};
+  plan.problem = check_forward(query, key, value, attn_mask, is_causal, scale, window_left,
+                               window_right, bottom_right);
+  const Problem& problem = plan.problem;
+  check_cuda(query, problem);
+  check_device(device);
+  check_grid(problem, describe_fwd_sm80(static_cast<int>(problem.head_dim),
+                                        static_cast<int>(device.sharedMemPerBlockOptin))
+                          .block_m);
+  plan.out = at::empty_like(query);
+  plan.lse = at::empty({problem.batch, problem.heads_q, problem.seqlen_q},
+                       query.options().dtype(at::kFloat));
+  plan.empty = plan.out.numel() == 0 || problem.seqlen_k == 0;
+  if (plan.empty) return plan;
+  plan.query = aligned_rows(query, copy_values);
+  plan.key = aligned_rows(key, copy_values);
+  plan.value = aligned_rows(value, copy_values);
+  // Kernels write whole rows; out has the strides of query, whatever they are.
+  const bool rows_fit = plan.out.size(3) == 1 || plan.out.stride(3) == 1;
+  plan.out_rows = rows_fit ? plan.out : at::empty(plan.out.sizes(), plan.out.options());
+  plan.params = make_params(problem, plan.query, plan.key, plan.value, plan.out_rows, plan.lse);
+  plan.choice = choose_fwd(plan.params, describe(device));
+  return plan;
+}
+
 std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const at::Tensor& key,
                                                 const at::Tensor& value,
                                                 const std::optional<at::Tensor>& attn_mask,
                                                 bool is_causal, std::optional<double> scale,
                                                 int64_t window_left, int64_t window_right,
                                                 bool bottom_right) {
-  // Check.
-  const Problem problem = check_forward(query, key, value, attn_mask, is_causal, scale, window_left,
-                                        window_right, bottom_right);
-  check_cuda(query, problem);
   const c10::cuda::CUDAGuard guard(query.device());
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
-  check_device(device);
-  const int smem_limit_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
-  const int head_dim = static_cast<int>(problem.head_dim);
-  check_grid(problem, describe_fwd_sm80(head_dim, smem_limit_bytes).block_m);
-
-  // Allocate.
-  at::Tensor out = at::empty_like(query);
-  at::Tensor lse = at::empty({problem.batch, problem.heads_q, problem.seqlen_q},
-                             query.options().dtype(at::kFloat));
-  if (out.numel() == 0) return {out, lse};
-  if (problem.seqlen_k == 0) {
-    out.zero_();
-    lse.fill_(-std::numeric_limits<float>::infinity());
-    return {out, lse};
-  }
-  const at::Tensor q = aligned_rows(query);
-  const at::Tensor k = aligned_rows(key);
-  const at::Tensor v = aligned_rows(value);
-  // Kernels write whole rows; out has the strides of query, whatever they are.
-  const bool rows_fit = out.size(3) == 1 || out.stride(3) == 1;
-  const at::Tensor out_rows = rows_fit ? out : at::empty(out.sizes(), out.options());
-
-  // Fill params.
-  FwdParams params = make_params(problem, q, k, v, out_rows, lse);
-  at::Tensor mask_summary;
-  if (problem.mask_mode == MaskMode::kTensor) {
-    mask_summary = at::empty({mask_summary_bytes(params)}, query.options().dtype(at::kByte));
-    params.mask_summary = mask_summary.mutable_data_ptr<uint8_t>();
+  Plan plan = plan_forward(query, key, value, attn_mask, is_causal, scale, window_left,
+                           window_right, bottom_right, device, /*copy_values=*/true);
+  if (plan.empty) {
+    plan.out.zero_();
+    plan.lse.fill_(-std::numeric_limits<float>::infinity());
+    return {plan.out, plan.lse};
   }
 
-  // Launch.
+  FwdParams& params = plan.params;
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-  if (problem.mask_mode == MaskMode::kTensor) {
+  at::Tensor mask_summary;
+  if (params.mask_mode == MaskMode::kTensor) {
+    mask_summary = at::empty({mask_summary_bytes(params)}, query.options().dtype(at::kByte));
+    params.mask_summary = mask_summary.mutable_data_ptr();
     check_launch(launch_mask_summary(params, stream), device);
   }
-  check_launch(launch_fwd_sm80(params, smem_limit_bytes, stream), device);
-  if (!rows_fit) out.copy_(out_rows);
-  return {out, lse};
+#if FA_WITH_SM90A
+  if (plan.choice.hopper) {
+    check_launch(launch_fwd_sm90(params, plan.choice.shape, device.multiProcessorCount, stream),
+                 device);
+  } else
+#endif
+  {
+    check_launch(launch_fwd_sm80(params, static_cast<int>(device.sharedMemPerBlockOptin), stream),
+                 device);
+  }
+  if (!plan.out_rows.is_same(plan.out)) plan.out.copy_(plan.out_rows);
+  return {plan.out, plan.lse};
+}
+
+std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
+                                const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
+                                bool is_causal, std::optional<double> scale, int64_t window_left,
+                                int64_t window_right, bool bottom_right) {
+  const c10::cuda::CUDAGuard guard(query.device());
+  const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
+  const Plan plan = plan_forward(query, key, value, attn_mask, is_causal, scale, window_left,
+                                 window_right, bottom_right, device, /*copy_values=*/false);
+  if (plan.empty) return "none: no query or no key";
+  const int head_dim = static_cast<int>(plan.problem.head_dim);
+  KernelShape tile = describe_fwd_sm80(head_dim, static_cast<int>(device.sharedMemPerBlockOptin));
+#if FA_WITH_SM90A
+  if (plan.choice.hopper) tile = describe_fwd_sm90(head_dim, plan.choice.shape);
+#endif
+  return std::string(plan.choice.hopper ? "fwd_sm90 " : "fwd_sm80 ") +
+         std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n) + ": " +
+         plan.choice.reason;
 }
 
 }  // namespace
 }  // namespace fa
 
-TORCH_LIBRARY_IMPL(fa, CUDA, m) { m.impl("forward", &fa::forward_cuda); }
+TORCH_LIBRARY_IMPL(fa, CUDA, m) {
+  m.impl("forward", &fa::forward_cuda);
+  m.impl("forward_kernel", &fa::forward_kernel_cuda);
+}

@@ -31,6 +31,12 @@ TORCH_LIBRARY(fa, m) {
       "bool is_causal=False, float? scale=None, *, SymInt window_left=-1, "
       "SymInt window_right=-1, bool bottom_right=False) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
+  // Which kernel forward takes for these arguments on this device, with its tile (query rows x keys
+  // of a block), and why: "fwd_sm80 64x64: scale is not positive". Launches nothing.
+  m.def(
+      "forward_kernel(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
+      "bool is_causal=False, float? scale=None, *, SymInt window_left=-1, "
+      "SymInt window_right=-1, bool bottom_right=False) -> str");
 }
 
 // Without this, an output would silently come without a gradient.
@@ -76,7 +82,7 @@ pybind11::dict build_info() {
   info["cuda"] = cuda;
   info["archs"] = split_archs(kCudaArchs);
   info["with_cuda"] = cuda.has_value();
-  info["with_sm90a"] = false;
+  info["with_sm90a"] = static_cast<bool>(FA_WITH_SM90A);
   info["compiler"] = compiler();
   return info;
 }

@@ -82,6 +82,14 @@ FA_DEVICE float ex2_approx_ftz(float x) {
   return y;
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-rcp
+// 1 / x with an error of at most 1 ulp.
+FA_DEVICE float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cvt
 // Two floats rounded to nearest-even and packed, `low` in the low half.
 template <Dtype kDtype>

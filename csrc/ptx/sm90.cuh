@@ -64,7 +64,29 @@ FA_DEVICE void cp_async_bulk_wait_group_read_0() {
 // Shared memory written by ordinary stores becomes visible to the async proxy (TMA, wgmma).
 FA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- Warpgroups
+// ---- Programmatic dependent launch
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
+
+// Until the kernels before this one on the stream have finished and their writes are visible.
+FA_DEVICE void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// The kernel after this one may start, as far as its griddepcontrol_wait.
+FA_DEVICE void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// ---- Warps and warpgroups
+
+// True in one lane of the warp, the same one every time.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-elect-sync
+FA_DEVICE bool elect_sync() {
+  uint32_t elected;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(elected));
+  return elected != 0;
+}
 
 FA_DEVICE int warpgroup_id() {
   return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0);

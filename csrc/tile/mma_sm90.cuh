@@ -63,8 +63,8 @@ FA_DEVICE uint32_t panel_address(uint32_t smem, int row, int k, int lane) {
   return smem + (k / 4 * kRows + r) * kPanelRowBytes + ((chunk ^ (r & 7)) << 4);
 }
 
-// rS = Q K^T for the warp's 16 rows alone, by mma.sync: for a warp that needs its scores again while
-// the other warps of its warpgroup do not.
+// rS = Q K^T for the warp's 16 rows alone, by mma.sync: for a warp that needs its scores again
+// while the other warps of its warpgroup do not.
 template <Dtype kDtype, int kHeadDim, int kQRows, int kN>
 FA_DEVICE void warp_qk(Accumulator<1, kN>& rS, uint32_t sQ, int row, uint32_t sK, int lane) {
   rS.clear();

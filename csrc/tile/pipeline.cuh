@@ -16,6 +16,9 @@ struct RingPosition {
   FA_DEVICE int stage() const { return state < kStages ? state : state - kStages; }
   FA_DEVICE uint32_t phase() const { return state < kStages ? 0 : 1; }
   FA_DEVICE void advance() { state = state == 2 * kStages - 1 ? 0 : state + 1; }
+  FA_DEVICE RingPosition before(int steps) const {  // steps <= kStages
+    return {state < steps ? state - steps + 2 * kStages : state - steps};
+  }
   FA_DEVICE RingPosition previous() const { return {state == 0 ? 2 * kStages - 1 : state - 1}; }
 };
 

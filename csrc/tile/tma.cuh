@@ -11,19 +11,18 @@ namespace fa::tile {
 constexpr int kPanelCols = 64;  // 128 bytes, the period of the swizzle
 
 // Called by one thread. Completes kCols / 64 boxes of kRows rows on `barrier`, which has to expect
-// kRows * kCols * 2 bytes.
+// kRows * kCols * 2 bytes. panel_bytes is the distance between panels in shared memory.
 template <int kRows, int kCols>
-FA_DEVICE void tma_load(uint32_t smem, const CUtensorMap* map, uint32_t barrier, int row, int head,
-                        int batch) {
+FA_DEVICE void tma_load(uint32_t smem, uint32_t panel_bytes, const CUtensorMap* map,
+                        uint32_t barrier, int row, int head, int batch) {
 #pragma unroll
   for (int i = 0; i < kCols / kPanelCols; ++i)
-    ptx::cp_async_bulk_tensor_4d_load(smem + i * kRows * kPanelCols * 2, map, barrier,
-                                      i * kPanelCols, row, head, batch);
+    ptx::cp_async_bulk_tensor_4d_load(smem + i * panel_bytes, map, barrier, i * kPanelCols, row,
+                                      head, batch);
 }
 
 // Called by one thread, after a fence_proxy_async of those that wrote the tile: kCols columns from
-// first_col on. panel_bytes is the distance between panels in shared memory; the box of the map has
-// the rows.
+// first_col on. The box of the map has the rows.
 template <int kCols>
 FA_DEVICE void tma_store(const CUtensorMap* map, uint32_t smem, uint32_t panel_bytes, int first_col,
                          int head_dim, int row, int head, int batch) {
