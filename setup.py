@@ -58,7 +58,17 @@ def arch_list() -> str:
                 "TORCH_CUDA_ARCH_LIST: must be versions from 8.0 on, such as "
                 f"{DEFAULT_ARCHS!r}, got {archs!r}"
             )
+    # A GPU of 9.0 could load either binary, and in that of 9.0 the Hopper kernels are empty.
+    if {"9.0", "9.0a"} <= gpus_of(archs):
+        raise SystemExit(
+            "TORCH_CUDA_ARCH_LIST: must not have both 9.0 and 9.0a, which are binaries for the "
+            f"same GPUs, got {archs!r}"
+        )
     return archs
+
+
+def gpus_of(archs: str) -> set[str]:
+    return {arch.removesuffix("+PTX") for arch in archs.split(";")}
 
 
 def job_count() -> int:
@@ -75,11 +85,18 @@ def read(path: str) -> str:
     return Path(path).read_text() if Path(path).is_file() else ""
 
 
+def with_sm90a(reason: str | None) -> bool:
+    """Whether the Hopper kernels, csrc/kernels/*_sm90.cu, are built: wgmma is not in plain 9.0."""
+    return reason is None and "9.0a" in gpus_of(arch_list())
+
+
 def extension(reason: str | None):
     """The one extension module, _C; with `reason` it has the CPU backend only."""
     sources = ["csrc/ops/library.cpp", "csrc/ops/cpu.cpp"]
     macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
     macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]
+    hopper = with_sm90a(reason)
+    macros += [("FA_WITH_SM90A", int(hopper))]
     flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden"]}
     link_flags = []
     if sys.platform == "linux":
@@ -91,7 +108,10 @@ def extension(reason: str | None):
     if reason is None:
         make = CUDAExtension
         sources += ["csrc/ops/cuda.cpp"]
-        sources += sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/kernels/*.cu"))
+        kernels = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/kernels/*.cu"))
+        # Each for every arch, as torch has one set of flags for all files: for 8.0+PTX the Hopper
+        # kernels are empty, and take 5 s and 70 KB.
+        sources += [kernel for kernel in kernels if hopper or not kernel.endswith("_sm90.cu")]
         # torch switches the half operators off for every .cu file; ours see no torch.
         halves = ["HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"]
         flags["nvcc"] = [f"-U__CUDA_NO_{name}__" for name in halves]
@@ -122,7 +142,11 @@ VERSION = re.search(r'__version__ = "(.+)"', read(str(ROOT / "flashattn_ext/__in
 REASON = why_cpu_only()
 os.environ.setdefault("MAX_JOBS", str(job_count()))
 backends = f"CPU only ({REASON})" if REASON else f"CPU and CUDA for {arch_list()}"
-print(f"flashattn_ext: building {backends}, torch {torch.__version__}", flush=True)
+print(
+    f"flashattn_ext: building {backends}, with_sm90a {with_sm90a(REASON)}, "
+    f"torch {torch.__version__}",
+    flush=True,
+)
 setup(
     version=VERSION,
     ext_modules=[extension(REASON)],

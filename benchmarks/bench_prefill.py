@@ -18,6 +18,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import harness
+import host_cost
+import rates
 import report
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,24 @@ def bind_ours(problem: Problem) -> Callable[[Inputs], Tensor]:
     return lambda x: forward(x.query, x.key, x.value, x.mask)[0]
 
 
+def ours_kernel(problem: Problem, x: Inputs) -> str | None:
+    """The kernel that the call of bind_ours takes; None in a build whose operators do not tell."""
+    if not hasattr(torch.ops.fa, "forward_kernel"):
+        return None
+    banded = problem.mask in ("causal", "window")
+    return torch.ops.fa.forward_kernel(
+        x.query,
+        x.key,
+        x.value,
+        None if banded else x.mask,
+        banded,
+        None,
+        window_left=problem.window if banded else -1,
+        window_right=-1,
+        bottom_right=False,
+    )
+
+
 def bind_sdpa(problem: Problem) -> Callable[[Inputs], Tensor]:
     causal = problem.mask == "causal"
     gqa = problem.heads_q != problem.heads_k
@@ -62,7 +82,7 @@ def sdpa_backend(name: str, label: str, backend: SDPBackend) -> Candidate:
 CANDIDATES = {
     candidate.name: candidate
     for candidate in [
-        Candidate("ours", "ours", bind_ours),
+        Candidate("ours", "ours", bind_ours, kernel=ours_kernel),
         sdpa_backend("fa2", "FA2 (torch)", SDPBackend.FLASH_ATTENTION),
         sdpa_backend("cudnn", "cuDNN", SDPBackend.CUDNN_ATTENTION),
         Candidate("sdpa", "plain SDPA", bind_sdpa),
@@ -121,6 +141,7 @@ def gpu_suites() -> dict[str, list[Problem]]:
             for mask in ("bool", "lowest", "-inf")
         ],
         "window": [Problem("window", "window", 2, 16, 16, 8192, 8192, 128, "window", window=1023)],
+        host_cost.SUITE: host_cost.problems(),
     }
 
 
@@ -186,14 +207,18 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 def describe(row: dict, result: dict) -> str:
     """One line for the terminal."""
-    rates = report.speeds(row, result["environment"]["device"])
     parts = [f"{row['label']:44} {row['mode']:6}"]
+    if row["mode"] == host_cost.MODE:
+        for name, label in result["host_labels"].items():
+            parts.append(f"{label} {report.number(row['results'][name].get('median_us'), 2)} us")
+        return "  ".join(parts)
+    tflops = rates.speeds(row, result["environment"]["device"])
     for name, label in result["labels"].items():
         wrong = "wrong" in row["results"][name]
-        parts.append(f"{label} {'WRONG' if wrong else report.number(rates.get(name))}")
-    if report.FA3 in rates:
-        parts.append(f"{report.FA3_LABEL} {report.number(rates[report.FA3])}")
-    parts.append(f"| ours/FA2 {report.number(report.speedup(rates, 'fa2'), 3)}")
+        parts.append(f"{label} {'WRONG' if wrong else report.number(tflops.get(name))}")
+    if rates.FA3 in tflops:
+        parts.append(f"{rates.FA3_LABEL} {report.number(tflops[rates.FA3])}")
+    parts.append(f"| ours/FA2 {report.number(rates.speedup(tflops, 'fa2'), 3)}")
     return "  ".join(parts)
 
 
@@ -207,7 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
     environment = harness.environment(device)
     if options.commit:
         environment["commit"] = options.commit
-    if CANDIDATES["ours"] in options.chosen:
+    host = any(problem.suite == host_cost.SUITE for problem in options.problems)
+    if host or CANDIDATES["ours"] in options.chosen:
         import flashattn_ext
 
         environment["flashattn_ext"] = flashattn_ext.build_info()
@@ -219,6 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
         "schema": harness.SCHEMA,
         "benchmark": "prefill",
         "labels": {candidate.name: candidate.label for candidate in options.chosen},
+        "host_labels": host_cost.LABELS,
         "environment": environment,
         "settings": asdict(settings),
         "ceilings": harness.ceilings(dtypes, device, settings),
@@ -227,7 +254,10 @@ def main(arguments: list[str] | None = None) -> int:
     }
     progress = harness.Progress(len(options.problems))
     for problem in options.problems:
-        row = harness.run_problem(problem, options.chosen, device, settings)
+        if problem.suite == host_cost.SUITE:
+            row = host_cost.run_problem(problem, device, settings)
+        else:
+            row = harness.run_problem(problem, options.chosen, device, settings)
         result["rows"].append(row)
         harness.write_result(options.out, result)
         progress.advance(describe(row, result))
@@ -240,7 +270,7 @@ def main(arguments: list[str] | None = None) -> int:
     if any(row["suite"] == "grid" for row in result["rows"]):
         print(report.grid_table(result))
     failures = [
-        f"{row['label']}: {result['labels'][name]}: {reason}"
+        f"{row['label']}: {report.row_labels(result, row)[name]}: {reason}"
         for row in result["rows"]
         for name, r in row["results"].items()
         if (reason := r.get("wrong") or (name == "ours" and r.get("error")))

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import harness
+import rates
 import report
 
 LIMIT = 0.03
@@ -64,7 +65,7 @@ def compare(
     if not lines:
         raise RuntimeError(f"compare: the files must share a problem timed for {candidate}")
     unit = f"/ {relative_to}" if relative_to else "us"
-    lines.append(["geometric mean", "", "", f"{report.geomean(ratios):.3f}", "", ""])
+    lines.append(["geometric mean", "", "", f"{rates.geomean(ratios):.3f}", "", ""])
     heads = ["problem", f"before {unit}", f"after {unit}", "ratio", "noise", ""]
     return report.table(heads, lines), slower
 

@@ -2,9 +2,11 @@
 
     python benchmarks/compile_report.py [--check] [--arch sm_80 ...] [file.cu ...]
 
-Compiles each csrc/kernels/*.cu for every arch with the flags of the build (csrc/nvcc_flags.txt).
-Needs nvcc only: no GPU, no torch. --check exits with 1 on a spill, on local memory, on double
-precision, on serialised tensor-core instructions, and on what exceeds budgets.json.
+Compiles each csrc/kernels/*.cu for every arch, the Hopper files (*_sm90.cu) for sm_90a alone, with
+the flags of the build (csrc/nvcc_flags.txt). Needs nvcc only: no GPU, no torch. --check exits with
+1 on a spill, on local memory, on double precision, on serialised tensor-core instructions, and on
+what exceeds budgets.json. The machine code of the Hopper kernels is read too where there is
+cuobjdump, of the toolkit or of `pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.
 """
 
 import argparse
@@ -17,12 +19,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Lines of ptxas that are findings whatever kernel they belong to.
-FINDINGS = ("Potential Performance Loss", "double precision", "setmaxnreg ignored")
+HOPPER_ARCH = "sm_90a"
+# Lines of ptxas that are findings whatever kernel they belong to. The numbered ones are advice on
+# wgmma and setmaxnreg, not all of it with these words: "(C7519) warpgroup.arrive is injected ...".
+FINDINGS = re.compile(r"\(C\d{4}\)|Potential Performance Loss|double precision|setmaxnreg")
+# Instructions of the machine code of a Hopper kernel: products and loads by the hardware's own
+# units, and nothing of its registers in local memory.
+HOPPER_NEEDS = ("HGMMA", "UTMALDG")
+HOPPER_REFUSES = ("LDL", "STL")
 
 
 @dataclass
@@ -38,6 +47,7 @@ class Kernel:
     smem: int = 0  # static; for dynamic shared memory see tile_table
     barriers: int = 0
     ptxas_ms: int = 0
+    instructions: Counter | None = None  # by opcode; of Hopper kernels, where there is cuobjdump
 
 
 @dataclass
@@ -51,19 +61,20 @@ class Compilation:
 
 
 # The sizes that are chosen at run time, from the describe_* functions of kernels/launch.h.
+HEAD_DIMS = (64, 128, 256)
 TILE_PROGRAM = """
 #include <cstdio>
 #include <initializer_list>
 #include "kernels/launch.h"
 int main() {
-  for (int kib : {%s})
-    for (int d : {64, 128, 256}) {
-      const fa::KernelShape s = fa::describe_fwd_sm80(d, kib << 10);
-      std::printf("fwd_sm80 %%d %%d %%d %%d %%d %%d\\n", d, kib, s.block_m, s.block_n, s.threads,
-                  s.smem_bytes);
-    }
+  for (const fa::KernelShape& s : {%s})
+    std::printf("%%d %%d %%d %%d\\n", s.block_m, s.block_n, s.threads, s.smem_bytes);
 }
 """
+
+
+def is_hopper(source: Path) -> bool:
+    return source.stem.endswith("_sm90")
 
 
 def parse(log: str) -> tuple[list[Kernel], list[str]]:
@@ -72,9 +83,9 @@ def parse(log: str) -> tuple[list[Kernel], list[str]]:
     findings: list[str] = []
     arch = ""
     for line in log.splitlines():
-        if any(text in line for text in FINDINGS):
+        if FINDINGS.search(line):
             # The place is a line of a temporary file: drop it, and with it the repetitions.
-            finding = re.sub(r"^ptxas .*?; ", "", line)
+            finding = re.sub(r"^ptxas \S+, line \d+; | in around line \d+", "", line)
             findings += [finding] if finding not in findings else []
         if match := re.search(r"Compiling entry function .* for '(\S+)'", line):
             arch = match.group(1)
@@ -110,9 +121,14 @@ def run_nvcc(arguments: list) -> tuple[str, float]:
     return log, usage.ru_utime + usage.ru_stime
 
 
+def archs_of(source: Path, archs: list[str]) -> list[str]:
+    """Those of archs that the file has kernels for; a Hopper kernel is empty elsewhere."""
+    return [arch for arch in archs if arch == HOPPER_ARCH or not is_hopper(source)]
+
+
 def compile_file(nvcc: str, source: Path, archs: list[str], output: Path) -> Compilation:
     flags = shlex.split((ROOT / "csrc/nvcc_flags.txt").read_text(), comments=True)
-    for arch in archs:
+    for arch in archs_of(source, archs):
         flags += ["-gencode", f"arch={arch.replace('sm', 'compute')},code={arch}"]
     command = [nvcc, "-c", "-Xptxas=-v", *flags, f"-I{ROOT / 'csrc'}", source, "-o", output]
     log, cpu_seconds = run_nvcc(command)
@@ -120,14 +136,68 @@ def compile_file(nvcc: str, source: Path, archs: list[str], output: Path) -> Com
     return Compilation(source.name, cpu_seconds, kernels, findings)
 
 
-def tile_table(nvcc: str, objects: list[Path], smem_limits_kib: dict, folder: Path) -> list[list]:
-    """Rows of kernel, head_dim, limit in KiB, block_m, block_n, threads, bytes of dynamic smem."""
+def find_cuobjdump(nvcc: str) -> Path | None:
+    """Of the toolkit, from PATH, or of the packages of PyPI; nvdisasm has to lie beside it."""
+    folders = [Path(nvcc).parent, *os.get_exec_path()]
+    folders += [path for entry in sys.path for path in Path(entry).glob("nvidia/cu*/bin")]
+    for folder in folders:
+        tool = shutil.which("cuobjdump", path=folder)
+        if tool is not None and shutil.which("nvdisasm", path=folder):
+            return Path(tool)
+    return None
+
+
+def parse_sass(text: str) -> dict[str, Counter]:
+    """Instructions by opcode, without modifiers, of each function in `cuobjdump -sass`."""
+    functions: dict[str, Counter] = {}
+    name = ""
+    for line in text.splitlines():
+        if match := re.match(r"\s+Function : (\S+)", line):
+            name = match.group(1)
+            functions[name] = Counter()
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)", line):
+            functions[name][match.group(1)] += 1
+    return functions
+
+
+def read_machine_code(cuobjdump: Path, kernels: list[Kernel], output: Path) -> None:
+    """Fills in the instructions of the kernels in an object file, by their linker names."""
+    path = os.pathsep.join([str(cuobjdump.parent), os.environ.get("PATH", "")])
+    command = [cuobjdump, "-sass", output]
+    environment = {**os.environ, "PATH": path}  # cuobjdump calls nvdisasm
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if process.returncode != 0:
+        sys.exit(f"{shlex.join(map(str, command))}\n{process.stderr}compile report: failed")
+    functions = parse_sass(process.stdout)
+    for kernel in kernels:
+        kernel.instructions = functions.get(kernel.name, Counter())
+
+
+def tile_table(nvcc: str, objects: list[Path], budgets: dict, hopper: bool, folder: Path) -> list:
+    """Rows of kernel, head_dim, device, its limit in KiB, block_m, block_n, threads, bytes of
+    dynamic shared memory."""
+    limits = budgets["smem_limits_kib"]
+    rows = [["fwd_sm80", d, device, limits[device]] for device in limits for d in HEAD_DIMS]
+    calls = [f"fa::describe_fwd_sm80({d}, {kib << 10})" for _, d, _, kib in rows]
+    for shape in enumerators()["FwdTileShape"] if hopper else ():
+        rows += [[f"fwd_sm90 {shape}", d, "9.0", limits["9.0"]] for d in HEAD_DIMS]
+        calls += [f"fa::describe_fwd_sm90({d}, fa::FwdTileShape::{shape})" for d in HEAD_DIMS]
     program, source = folder / "tiles", folder / "tiles.cpp"
-    source.write_text(TILE_PROGRAM % ", ".join(str(kib) for kib in smem_limits_kib.values()))
+    source.write_text(TILE_PROGRAM % ", ".join(calls))
     run_nvcc([nvcc, "-std=c++17", f"-I{ROOT / 'csrc'}", source, *objects, "-o", program])
     output = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in output.splitlines()]
-    return [[name, *map(int, numbers)] for name, *numbers in rows]
+    sizes = [list(map(int, line.split())) for line in output.splitlines()]
+    return [row + size for row, size in zip(rows, sizes, strict=True)]
+
+
+def enumerators() -> dict[str, list[str]]:
+    """The enums that are template arguments of kernels or choices of a tile, in their order."""
+    headers = (ROOT / "csrc/params.h", ROOT / "csrc/kernels/launch.h")
+    text = re.sub("//.*", "", "".join(header.read_text() for header in headers))
+    return {
+        enum: re.findall(r"\bk[A-Z]\w*", body)
+        for enum, body in re.findall(r"enum class (\w+) : int {(.*?)}", text, re.DOTALL)
+    }
 
 
 def demangle(kernels: list[Kernel]) -> None:
@@ -137,11 +207,7 @@ def demangle(kernels: list[Kernel]) -> None:
         return
     names = "\n".join(kernel.name for kernel in kernels)
     output = subprocess.run([tool], input=names, capture_output=True, text=True, check=True).stdout
-    params = re.sub("//.*", "", (ROOT / "csrc/params.h").read_text())
-    enums = {
-        enum: re.findall(r"\bk[A-Z]\w*", body)
-        for enum, body in re.findall(r"enum class (\w+) : int {(.*?)}", params, re.DOTALL)
-    }
+    enums = enumerators()
 
     def enumerator(match: re.Match) -> str:  # (fa::MaskMode)1 -> kBand
         return enums[match[1]][int(match[2])] if match[1] in enums else match[0]
@@ -169,7 +235,12 @@ def violations(compilations: list[Compilation], tiles: list[list], budgets: dict
             limit = budgets["registers"][max(matches, key=len)] if matches else 0
             if kernel.registers > limit:
                 result.append(f"{where}: {kernel.registers} registers, limit {limit}")
-    for name, head_dim, kib, *_, smem_bytes in tiles:
+            if kernel.instructions is not None:
+                missing = [op for op in HOPPER_NEEDS if not kernel.instructions[op]]
+                found = [op for op in HOPPER_REFUSES if kernel.instructions[op]]
+                result += [f"{where}: no {op} in the machine code" for op in missing]
+                result += [f"{where}: {kernel.instructions[op]} {op}, local memory" for op in found]
+    for name, head_dim, _, kib, *_, smem_bytes in tiles:
         if smem_bytes > kib << 10:
             result.append(
                 f"{name} head_dim {head_dim}: {smem_bytes} bytes of shared memory, {kib} KiB"
@@ -199,8 +270,11 @@ def main() -> int:
     if nvcc is None:
         print("compile report: skipped, no nvcc found")
         return 0
-    files = args.files or sorted((ROOT / "csrc/kernels").glob("*.cu"))
     archs = args.arch or budgets["archs"]
+    files = args.files or sorted((ROOT / "csrc/kernels").glob("*.cu"))
+    files = [file for file in files if archs_of(file, archs)]
+    hopper = any(map(is_hopper, files))
+    cuobjdump = find_cuobjdump(nvcc)
     with tempfile.TemporaryDirectory() as name:
         objects = [Path(name, f"{file.stem}.o") for file in files]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -209,10 +283,11 @@ def main() -> int:
                 for *job, output in zip(files, objects, strict=True)
             ]
             compilations = [job.result() for job in jobs]
+        for file, output, unit in zip(files, objects, compilations, strict=True):
+            if cuobjdump is not None and is_hopper(file):
+                read_machine_code(cuobjdump, unit.kernels, output)
         # Only all files together link.
-        tiles = (
-            [] if args.files else tile_table(nvcc, objects, budgets["smem_limits_kib"], Path(name))
-        )
+        tiles = [] if args.files else tile_table(nvcc, objects, budgets, hopper, Path(name))
 
     for unit in compilations:
         print(f"\n{unit.source}: {unit.cpu_seconds:.1f} s of CPU time")
@@ -228,12 +303,21 @@ def main() -> int:
         ]
         rows = [[k.name, k.arch, *(getattr(k, f) for f in fields)] for k in unit.kernels]
         print_table(["kernel", "arch", *fields], sorted(rows))
+        opcodes = HOPPER_NEEDS + HOPPER_REFUSES
+        counts = [
+            [k.name, *(k.instructions[opcode] for opcode in opcodes)]
+            for k in unit.kernels
+            if k.instructions is not None
+        ]
+        if counts:
+            print_table(["machine code", *opcodes], sorted(counts))
+    if hopper and cuobjdump is None:
+        print("\nMachine code of the Hopper kernels: not read, no cuobjdump and nvdisasm found")
     if tiles:
-        devices = {kib: device for device, kib in budgets["smem_limits_kib"].items()}
         print("\nTiles and dynamic shared memory of a CTA")
         print_table(
             ["kernel", "head_dim", "device", "smem limit", "block_m", "block_n", "threads", "smem"],
-            [[name, d, devices[kib], kib << 10, *rest] for name, d, kib, *rest in tiles],
+            [[*row[:3], row[3] << 10, *row[4:]] for row in tiles],
         )
 
     found = violations(compilations, tiles, budgets)

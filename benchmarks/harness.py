@@ -50,6 +50,8 @@ class Candidate:
     label: str  # heading in tables
     bind: Callable[[Problem], Callable[[Inputs], Tensor]]
     context: Callable[[], AbstractContextManager] = nullcontext
+    # Names the kernel that the call takes, if anybody knows.
+    kernel: Callable[[Problem, Inputs], str | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def measure(
     for _ in range(1 + settings.reruns):
         rounds = _time_rounds(order, warmup + settings.samples, device)
         timings = {
-            name: _summary(times[warmup:], loop.launches)
+            name: summary(times[warmup:], loop.launches)
             for (name, loop), times in zip(loops.items(), rounds, strict=True)
         }
         if all(t.q3_us - t.q1_us <= settings.noise_limit * t.median_us for t in timings.values()):
@@ -164,7 +166,7 @@ def _time_rounds(loops: Sequence[_Loop], rounds: int, device: torch.device) -> l
         return (end - start) * 1e3 if device.type == "cpu" else start.elapsed_time(end)
 
     marks: list[list[tuple]] = [[] for _ in loops]
-    with _no_garbage_collection():
+    with no_garbage_collection():
         for _, (i, loop) in itertools.product(range(rounds), enumerate(loops)):
             with loop.context():
                 start = mark()
@@ -174,14 +176,14 @@ def _time_rounds(loops: Sequence[_Loop], rounds: int, device: torch.device) -> l
     return [[milliseconds(*pair) for pair in pairs] for pairs in marks]
 
 
-def _summary(sample_ms: list[float], launches: int) -> Timing:
+def summary(sample_ms: list[float], launches: int) -> Timing:
     times = [1e3 * ms / launches for ms in sample_ms]
     q1, median, q3 = statistics.quantiles(times, n=4, method="inclusive")
     return Timing(round(median, 3), round(q1, 3), round(q3, 3), len(times), launches)
 
 
 @contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
+def no_garbage_collection() -> Iterator[None]:
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -205,7 +207,7 @@ def run_problem(
 ) -> dict:
     """Checks every candidate against the reference, then times those that passed. Returns the row
     of the result file: the problem, its work, and per candidate either `error` (refused) or
-    `wrong` (failed the check) or its times."""
+    `wrong` (failed the check) or its times; and the kernel of the candidate that names one."""
     sets = input_sets(problem, device)
     reference = Reference.of(problem, sets[0])
     results: dict[str, dict] = {}
@@ -244,16 +246,23 @@ def run_problem(
         eager, _ = measure({name: calls[name] for name in timings}, device, short)
         for name, timing in eager.items():
             results[name]["eager_us"] = timing.median_us
-    row = {"label": problem.label()} | asdict(problem)
-    del row["graph"]
-    return row | {
-        "dtype": str(problem.dtype).removeprefix("torch."),
+    kernels = (c.kernel(problem, sets[0]) for c in candidates if c.kernel is not None)
+    kernel = next(filter(None, kernels), None)
+    return problem_fields(problem) | {
         "mode": "graph" if graph else "events" if device.type == "cuda" else "host clock",
         "input_sets": len(sets),
         "flops": flops,
         "bytes": least_bytes(problem),
+        **({"kernel": kernel} if kernel else {}),
         "results": results,
     }
+
+
+def problem_fields(problem: Problem) -> dict:
+    """What a row of the result file says about its problem."""
+    fields = {"label": problem.label()} | asdict(problem)
+    del fields["graph"]
+    return fields | {"dtype": str(problem.dtype).removeprefix("torch.")}
 
 
 # ------------------------------------------------------------------------------------------------

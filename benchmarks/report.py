@@ -1,6 +1,7 @@
 """Turns a result file into tables and a plot.
 
     python benchmarks/report.py show benchmarks/results/h200.json [--plot h200.png]
+    python benchmarks/report.py bars benchmarks/results/h200.json
     python benchmarks/report.py update [FILE.md ...]
     python benchmarks/report.py check  [FILE.md ...]
 
@@ -10,77 +11,58 @@ Markdown files, by default README.md and benchmarks/results/README.md. A block s
     <!-- benchmark summary h200.json -->
     <!-- end benchmark -->
 
-where the second word is `summary` or `full` and the third a file in benchmarks/results.
+where the third word is `summary` or `full`, for a result of bench_prefill.py, or `redo`, for one of
+bench_redo.py, and the fourth a file in benchmarks/results.
 
-FA3 does not run here: its speed is cuDNN's speed in the same run, times the ratio of the two that
-peers_h200.json holds for the same problem. It is shown only for the GPU that the ratio was
-measured on.
+`bars` prints one line per requirement on the speed on an H200, with the value measured; exit code 1
+if any is missed (bars.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import json
-import math
 import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import bars
 import harness
+import host_cost
+from rates import FA3, FA3_LABEL, geomean, speeds, speedup
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 DEFAULT_FILES = [HERE.parent / "README.md", RESULTS / "README.md"]
 BLOCK = re.compile(
-    r"(?P<head><!-- benchmark (?P<kind>summary|full) (?P<file>[\w.-]+) -->\n)"
+    r"(?P<head><!-- benchmark (?P<kind>summary|full|redo) (?P<file>[\w.-]+) -->\n)"
     r"(?:(?!<!-- benchmark ).)*?(?P<tail><!-- end benchmark -->)",
     re.DOTALL,
 )
-FA3 = "fa3"
-FA3_LABEL = "FA3 (by ratio)"
-SHAPE = ("batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim")
 
 
 # ------------------------------------------------------------------------------------------------
-# Numbers
+# Rows and labels
 
 
-@functools.cache
-def peer_ratios() -> tuple[str, dict[tuple, float]]:
-    """The GPU of peers_h200.json, and FA3's speed over cuDNN's by problem."""
-    peers = json.loads((HERE / "peers_h200.json").read_text())
-    rows = peers["rows"]
-    ratios = {(*r["shape"], r["mask"], r["dtype"]): r["fa3_over_cudnn"] for r in rows}
-    return peers["gpu"], ratios
+def launch_rows(result: dict) -> list[dict]:
+    """The rows that time the operation, without those that time what a call costs the host."""
+    return [row for row in result["rows"] if row["mode"] != host_cost.MODE]
 
 
-def speeds(row: dict, device: str) -> dict[str, float]:
-    """TFLOPS of every candidate that ran on this row, with FA3 by ratio where it is known."""
-    rates = {name: r["tflops"] for name, r in row["results"].items() if "tflops" in r}
-    gpu, ratios = peer_ratios()
-    ratio = ratios.get((*(row[field] for field in SHAPE), row["mask"], row["dtype"]))
-    if ratio is not None and device == gpu and "cudnn" in rates:
-        rates[FA3] = rates["cudnn"] * ratio
-    return rates
+def host_rows(result: dict) -> list[dict]:
+    return [row for row in result["rows"] if row["mode"] == host_cost.MODE]
 
 
-def speedup(rates: dict[str, float], other: str) -> float | None:
-    """How many times faster ours is than another candidate, or than the best of them (`best`)."""
-    others = [rate for name, rate in rates.items() if name != "ours" and other in (name, "best")]
-    return rates["ours"] / max(others) if "ours" in rates and others else None
-
-
-def geomean(values: Iterable[float]) -> float:
-    logs = [math.log(value) for value in values]
-    return math.exp(sum(logs) / len(logs))
+def row_labels(result: dict, row: dict) -> dict[str, str]:
+    """The candidates of a row by name."""
+    return result["host_labels" if row["mode"] == host_cost.MODE else "labels"]
 
 
 def labels(result: dict) -> dict[str, str]:
     """Candidates by name, FA3 last if any row has it."""
     device = result["environment"]["device"]
-    known = any(FA3 in speeds(row, device) for row in result["rows"])
+    known = any(FA3 in speeds(row, device) for row in launch_rows(result))
     return result["labels"] | ({FA3: FA3_LABEL} if known else {})
 
 
@@ -149,9 +131,11 @@ def row_table(result: dict, rows: Iterable[dict]) -> str:
 
 def noise_table(result: dict) -> str:
     """Microseconds of our launches with their spread, the eager time of small problems (host cost
-    included), and the share of the roofline."""
+    included), the share of the roofline, and the kernel where the result names it."""
     lines = []
-    for row in result["rows"]:
+    rows = launch_rows(result)
+    kernels = any("kernel" in row for row in rows)
+    for row in rows:
         ours = row["results"].get("ours", {})
         if "median_us" not in ours:
             continue
@@ -166,10 +150,72 @@ def noise_table(result: dict) -> str:
                 number(ours.get("eager_us"), 1),
                 "-" if share is None else f"{100 * share:.0f} %",
                 number(ours["error_share"], 2),
+                *([kernel_name(row)] if kernels else []),
             ]
         )
     heads = ["problem", "mode", "us", "IQR", "eager us", "roofline", "error / tolerance"]
-    return table(heads, lines)
+    return table([*heads, "kernel"] if kernels else heads, lines)
+
+
+def kernel_name(row: dict) -> str:
+    """Name and tile of the kernel that ours took, without what follows the colon."""
+    return row.get("kernel", "-").partition(":")[0]
+
+
+def host_table(result: dict) -> str:
+    """Microseconds of host time for one eager call, and ours over plain SDPA's."""
+    names = result["host_labels"]
+    lines = []
+    for row in host_rows(result):
+        results = row["results"]
+        times = [number(results[name].get("median_us"), 2) for name in names]
+        share = results["ours"].get("ratio_to_sdpa")
+        lines.append([row["label"], *times, number(share, 2)])
+    return table(["host us of a call", *names.values(), "fa.forward/plain SDPA"], lines)
+
+
+def redo_count_table(rows: Iterable[dict]) -> str:
+    """Share of the key blocks exponentiated at once that are redone, in percent: of a warp's, and,
+    behind the stroke, of those in which some warp of its warpgroup does; by the scores and the
+    number of keys in a block. A model has another line for its worst layer."""
+
+    def percent(redone: int, blocks: int) -> str:
+        return number(100 * redone / blocks, 3) if blocks else "-"
+
+    rows = list(rows)
+    sizes = list(dict.fromkeys(size for row in rows for size in row["results"]))
+    lines = []
+    for row in rows:
+        results = [row["results"].get(size) for size in sizes]
+        line = [
+            f"{percent(r['warp_redone'], r['warp_blocks'])} / "
+            f"{percent(r['warpgroup_redone'], r['warpgroup_blocks'])}"
+            if r
+            else "-"
+            for r in results
+        ]
+        lines.append([row["label"], *line])
+        layers = [r and r.get("redone_by_layer") for r in results]
+        if any(layers):
+            worst = [
+                percent(max(of) * len(of), r["warp_blocks"]) if of else "-"
+                for of, r in zip(layers, results, strict=True)
+            ]
+            lines.append([f"{row['label']}, worst layer", *worst])
+    return table(["redone, % of warp / warpgroup", *(f"{size} keys" for size in sizes)], lines)
+
+
+def redo_time_table(rows: Iterable[dict]) -> str:
+    """Microseconds of the kernel by the scores, and their ratio to those on normal scores."""
+    lines = []
+    for row in rows:
+        for scores, r in row["results"].items():
+            spread = 100 * (r["q3_us"] - r["q1_us"]) / r["median_us"]
+            ratio = number(r["ratio_to_normal"], 3)
+            us = number(r["median_us"], 1)
+            lines.append([f"{row['label']} {scores}", us, f"{spread:.1f} %", ratio])
+            lines[-1].append(kernel_name(row))
+    return table(["problem", "us", "IQR", "/ normal", "kernel"], lines)
 
 
 def stamp(result: dict) -> str:
@@ -189,27 +235,41 @@ def stamp(result: dict) -> str:
 
 def summary_block(result: dict) -> str:
     """The block for README: the grid in geometric means, every other problem in one line."""
-    others = [row for row in result["rows"] if row["suite"] != "grid"]
+    rows = launch_rows(result)
+    others = [row for row in rows if row["suite"] != "grid"]
     parts = [f"TFLOPS of useful work (visible pairs only). {stamp(result)}."]
-    if len(others) < len(result["rows"]):
+    if len(others) < len(rows):
         parts.append(grid_table(result))
     if others:
         parts.append(row_table(result, others))
+    if host_rows(result):
+        parts.append(host_table(result))
     return "\n\n".join(parts)
 
 
 def full_block(result: dict) -> str:
-    """Every problem, ceilings and noise."""
+    """Every problem, ceilings, noise and host cost."""
     rates = ", ".join(f"{name} {value}" for name, value in result["ceilings"].items())
     after = ", ".join(f"{name} {value}" for name, value in result["ceilings_after"].items())
-    return "\n\n".join(
-        [
-            f"{stamp(result)}.",
-            f"Ceilings in the same run: {rates}; at its end: {after}.",
-            row_table(result, result["rows"]),
-            noise_table(result),
-        ]
-    )
+    parts = [f"{stamp(result)}.", f"Ceilings in the same run: {rates}; at its end: {after}."]
+    if launch_rows(result):
+        parts += [row_table(result, launch_rows(result)), noise_table(result)]
+    if host_rows(result):
+        parts.append(host_table(result))
+    return "\n\n".join(parts)
+
+
+def redo_block(result: dict) -> str:
+    """How often the dropped row maximum is made up for, and what that costs."""
+    parts = [f"{stamp(result)}."]
+    for part, render in (("count", redo_count_table), ("time", redo_time_table)):
+        rows = [row for row in result["rows"] if row["part"] == part]
+        if rows:
+            parts.append(render(rows))
+    return "\n\n".join(parts)
+
+
+BLOCKS = {"summary": summary_block, "full": full_block, "redo": redo_block}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -288,7 +348,7 @@ def regenerate(text: str) -> str:
         path = RESULTS / match["file"]
         if not path.is_file():
             return f"{match['head']}Not measured yet.\n{match['tail']}"
-        render = {"summary": summary_block, "full": full_block}[match["kind"]]
+        render = BLOCKS[match["kind"]]
         return f"{match['head']}{render(harness.read_result(path))}\n{match['tail']}"
 
     return BLOCK.sub(block, text)
@@ -315,6 +375,8 @@ def main(arguments: list[str] | None = None) -> int:
     show = commands.add_parser("show", help="print the tables of a result file")
     show.add_argument("result", type=Path)
     show.add_argument("--plot", type=Path, help="write a PNG")
+    checked = commands.add_parser("bars", help="compare a result with what is required of it")
+    checked.add_argument("result", type=Path)
     for name in ("update", "check"):
         command = commands.add_parser(name, help=f"{name} the generated blocks")
         command.add_argument("files", type=Path, nargs="*", default=DEFAULT_FILES)
@@ -322,10 +384,15 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.command == "show":
         result = harness.read_result(options.result)
-        print(summary_block(result), full_block(result), sep="\n\n")
+        kinds = ["redo"] if result["benchmark"] == "redo" else ["summary", "full"]
+        print(*(BLOCKS[kind](result) for kind in kinds), sep="\n\n")
         if options.plot:
             plot(result, options.plot)
         return 0
+    if options.command == "bars":
+        required = bars.bars(harness.read_result(options.result))
+        print(*(bar.text() for bar in required), sep="\n")
+        return 0 if all(bar.passed for bar in required) else 1
     stale = stale_files(options.files)
     for path in stale:
         if options.command == "update":

@@ -100,6 +100,16 @@ def test_reference_after_a_redo_is_the_maximum_so_far():
     assert count_redos(once, 16, causal=False, walk="backward").warp_redone == 16
 
 
+@pytest.mark.parametrize("rise, redone", [(7.0, 1), (8.5, 0)])
+def test_reference_stays_while_a_block_with_maximum_rises_by_less_than_eight(rise, redone):
+    """Rows 112 to 127 under causal: keys 96 to 111 stand in a masked block, the second visited;
+    key 0 is 15.5 above the first."""
+    scores = torch.zeros(128, 128).masked_fill_(torch.ones(128, 128).triu(1).bool(), -math.inf)
+    scores[112:, 96:112] = rise
+    scores[112:, 0] = 15.5
+    assert count_redos(scores, 16, causal=True, walk="backward").warp_redone == redone
+
+
 def test_exponents_are_scores_in_base_two():
     query, key = torch.randn(2, 64, 16)
     expected = torch.softmax(
