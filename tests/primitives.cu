@@ -21,6 +21,12 @@
 #include "../csrc/tile/swizzle.cuh"
 
 namespace fa {
+
+// A mask tensor, in host memory.
+struct MaskCase {
+  int64_t batch, heads, seqlen_q, seqlen_k, stride[4], dtype, mask_dtype;
+};
+
 namespace {
 
 constexpr uint16_t kNan = 0x7fff;  // in fp16 and in bf16
@@ -380,11 +386,6 @@ __global__ void mask_bits_kernel(const uint64_t* gBits, float* gS) {
   attn::mask_bits(rS, row_bits, lane);
   each(rS, lane, [&](float& x, int row, int col) { gS[row * kCols + col] = x; });
 }
-
-// A mask tensor, in host memory.
-struct MaskCase {
-  int64_t batch, heads, seqlen_q, seqlen_k, stride[4], dtype, mask_dtype;
-};
 
 FwdParams params_of(const MaskCase& mask, const void* gMask, void* summary) {
   FwdParams p{};

@@ -84,8 +84,9 @@ FA_DEVICE void add_bias(float& score, float bias) {
   score = bias == -INFINITY ? -INFINITY : score + bias;
 }
 
-// mask_tensor for one type of elements. gMask [seqlen_q][seqlen_k], by its strides.
-template <class Element, int kM, int kN>
+// mask_tensor for one type of elements. gMask [seqlen_q][seqlen_k], by its strides. kByRows: for
+// kernels that have no registers to load more than a row at once.
+template <bool kByRows, class Element, int kM, int kN>
 FA_DEVICE void add_mask(tile::Accumulator<kM, kN>& rS, const Element* gMask, const FwdParams& p,
                         int row_begin, int key_begin, int lane) {
   struct alignas(2 * sizeof(Element)) Pair {
@@ -101,6 +102,7 @@ FA_DEVICE void add_mask(tile::Accumulator<kM, kN>& rS, const Element* gMask, con
     const int row = min(row_begin + lane / 4 + 8 * r,
                         p.seqlen_q - 1);  // rows past the end are computed, not stored
     const Element* gRow = gMask + row * p.mask_stride[2];
+    if constexpr (kByRows) ptx::keep_order_of_accesses();
     if (paired) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -123,15 +125,15 @@ FA_DEVICE void add_mask(tile::Accumulator<kM, kN>& rS, const Element* gMask, con
 }
 
 // Adds the mask tensor to finished scores. slice_offset, in elements, is that of the batch entry
-// and head.
-template <Dtype kDtype, int kM, int kN>
+// and head. kAdditive: the mask is not a bool one.
+template <Dtype kDtype, bool kAdditive = false, int kM, int kN>
 FA_DEVICE void mask_tensor(tile::Accumulator<kM, kN>& rS, const FwdParams& p, int64_t slice_offset,
                            int row_begin, int key_begin, int lane) {
   using Element = std::conditional_t<kDtype == Dtype::kFloat16, __half, __nv_bfloat16>;
   auto add = [&](auto* gMask) {
-    add_mask(rS, gMask + slice_offset, p, row_begin, key_begin, lane);
+    add_mask<kAdditive>(rS, gMask + slice_offset, p, row_begin, key_begin, lane);
   };
-  if (p.mask_dtype == MaskDtype::kBool) {
+  if (!kAdditive && p.mask_dtype == MaskDtype::kBool) {
     add(static_cast<const uint8_t*>(p.mask));
   } else if (p.mask_dtype == MaskDtype::kFloat32) {
     add(static_cast<const float*>(p.mask));

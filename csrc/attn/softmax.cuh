@@ -22,6 +22,10 @@ struct OnlineSoftmax {
   // The same for exponentiate_at_once, as the largest sum of a lane's P in a tile.
   static constexpr float kSumLimit = 32768.f;
 
+  // Of mask biases: below the first, fp32 keeps enough of a score beside it; scores that are lower
+  // by the second have no weight.
+  static constexpr float kFarBias = 1e5f, kFarther = 1e30f;
+
   float row_max[kRows];  // reference of the exponent, in units of the scores; -inf before the first
                          // visible key
   float row_sum[kRows];  // this lane's part of the sum of P
@@ -133,8 +137,10 @@ struct OnlineSoftmax {
 
   // Raw scores to P. In slices (slice g of kSlices) that a product can interleave with its own
   // instructions.
+  // bias, with kNatural: what is added to all finished scores.
   template <int kSlices, int kN>
-  FA_DEVICE void exponentiate_at_once(tile::Accumulator<kM, kN>& rS, int g, float scale_log2) {
+  FA_DEVICE void exponentiate_at_once(tile::Accumulator<kM, kN>& rS, int g, float scale_log2,
+                                      float bias = 0.f) {
     constexpr int kItems = kN * kRows;
 #pragma unroll
     for (int t = g * kItems / kSlices; t < (g + 1) * kItems / kSlices; ++t) {
@@ -142,17 +148,23 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int i = e; i < e + 2; ++i) {
         float& s = rS.x[r / 2][n][i];
-        s = ptx::ex2_approx_ftz(fmaf(s, scale_log2, -(row_max[r] * factor(scale_log2))));
+        const float reference = kNatural ? row_max[r] - bias : row_max[r];
+        s = ptx::ex2_approx_ftz(fmaf(s, scale_log2, -(reference * factor(scale_log2))));
       }
       const float sum = rS.x[r / 2][n][e] + rS.x[r / 2][n][e + 1];
       tile_sum[r] = n == 0 ? sum : tile_sum[r] + sum;
     }
   }
 
-  FA_DEVICE bool accept() {
+  FA_DEVICE bool accept(float bias = 0.f) {
     bool good = true;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) good &= tile_sum[r] < kSumLimit;  // false for NaN
+    for (int r = 0; r < kRows; ++r) {
+      good &= tile_sum[r] < kSumLimit;  // false for NaN
+      // A far bias swallows the score that it is added to, and here it was added to the reference:
+      // no difference only where the row has seen scores so much higher that all is 0.
+      if constexpr (kNatural) good &= fabsf(bias) < kFarBias || row_max[r] - bias > kFarther;
+    }
     if (!__all_sync(0xffffffff, good)) return false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row_sum[r] += tile_sum[r];

@@ -24,14 +24,15 @@ constexpr int kMaxSeqlen = 2147483647 - 255;  // the end of the last block still
 KernelShape describe_fwd_sm80(int head_dim, int smem_limit_bytes);
 cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaStream_t stream);
 
-// Hopper forward (TMA and wgmma, sm_90a), for MaskMode::kFull and kBand, a positive scale and what
-// ops/heuristics.h asks of rows. num_sms: CTAs that run at once. Lengths and grid as above.
+// Hopper forward (TMA and wgmma, sm_90a), for a positive scale and what ops/heuristics.h asks of
+// rows. num_sms: CTAs that run at once. Lengths, grid and mask tensors as above. shape: the hint is
+// followed where the instance for head_dim and mask_mode has it.
 enum class FwdTileShape : int {
   kTall,   // as many query rows as the registers hold; the others have 128
   kWide,   // more keys a block
   kSmall,  // fewer, for short rows of blocks
 };
-KernelShape describe_fwd_sm90(int head_dim, FwdTileShape shape);
+KernelShape describe_fwd_sm90(int head_dim, FwdTileShape shape, MaskMode mask_mode);
 cudaError_t launch_fwd_sm90(const FwdParams& params, FwdTileShape shape, int num_sms,
                             cudaStream_t stream);
 

@@ -234,7 +234,8 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
   const int head_dim = static_cast<int>(plan.problem.head_dim);
   KernelShape tile = describe_fwd_sm80(head_dim, static_cast<int>(device.sharedMemPerBlockOptin));
 #if FA_WITH_SM90A
-  if (plan.choice.hopper) tile = describe_fwd_sm90(head_dim, plan.choice.shape);
+  if (plan.choice.hopper)
+    tile = describe_fwd_sm90(head_dim, plan.choice.shape, plan.params.mask_mode);
 #endif
   return std::string(plan.choice.hopper ? "fwd_sm90 " : "fwd_sm80 ") +
          std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n) + ": " +

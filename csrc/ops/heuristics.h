@@ -24,7 +24,6 @@ inline const char* obstacle_to_sm90(const FwdParams& p, const Device& device) {
   if (!FA_WITH_SM90A) return "this build has no code for sm_90a";
   if (device.compute_capability != 90) return "the GPU is not sm_90";
   if (!(p.scale > 0.f)) return "scale is not positive";
-  if (p.mask_mode == MaskMode::kTensor) return "a mask tensor is read";
   if (p.head_dim % 8 != 0) return "head_dim is no multiple of 8";
   // The bulk copy engine wants out in rows of 16 bytes, as the inputs are, and strides below 2^40
   // bytes.
@@ -62,7 +61,7 @@ inline TileCost tile_cost(int head_dim, FwdTileShape shape) {
 // Estimated cycles of the whole grid: the share of an SM, but at least the longest tile, and whole
 // rounds where all tiles are equal.
 inline double estimate_cycles(const FwdParams& p, const Device& device, FwdTileShape shape) {
-  const KernelShape tile = describe_fwd_sm90(p.head_dim, shape);
+  const KernelShape tile = describe_fwd_sm90(p.head_dim, shape, p.mask_mode);
   const TileCost cost = tile_cost(p.head_dim, shape);
   const double heads = static_cast<double>(p.batch) * p.heads_q;
   const int64_t m_blocks = (p.seqlen_q + tile.block_m - 1) / tile.block_m;
@@ -89,7 +88,7 @@ inline FwdChoice choose_fwd(const FwdParams& p, const Device& device) {
   }
   FwdChoice best{true, FwdTileShape::kTall, "sm_90, rows that the bulk copy engine can take"};
 #if FA_WITH_SM90A
-  if (p.head_dim > 128) return best;
+  if (p.head_dim > 128 || p.mask_mode == MaskMode::kTensor) return best;  // one shape
   double cycles = estimate_cycles(p, device, best.shape);
   for (const FwdTileShape shape : {FwdTileShape::kWide, FwdTileShape::kSmall}) {
     if (shape == FwdTileShape::kSmall && p.head_dim <= 64) continue;

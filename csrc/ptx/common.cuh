@@ -31,6 +31,10 @@ FA_DEVICE unsigned block_index_again() {
   return index;
 }
 
+// No access to memory moves across this in compilation, so that loads are not all issued, and their
+// results kept, before the first is used.
+FA_DEVICE void keep_order_of_accesses() { asm volatile("" ::: "memory"); }
+
 // Broadcast from lane 0 so that the compiler knows the value is the same in the whole warp.
 FA_DEVICE int warp_id() { return __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0); }
 

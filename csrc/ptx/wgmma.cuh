@@ -1,5 +1,5 @@
-// wgmma (sm_90a): the warpgroup product d += a b in fp32 with 64 rows, its shared-memory operands, and
-// the fences around it.
+// wgmma (sm_90a): the warpgroup product d += a b in fp32 with 64 rows, its shared-memory operands,
+// and the fences around it.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 #pragma once
 #include "../params.h"
