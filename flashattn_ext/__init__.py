@@ -31,10 +31,14 @@ if not _same_binary(TORCH_VERSION, torch.__version__):
     )
 
 from . import _C  # noqa: E402
-from .interface import flash_attn_func, scaled_dot_product_attention  # noqa: E402
+from .interface import (  # noqa: E402
+    flash_attn_func,
+    forward_kernel,
+    scaled_dot_product_attention,
+)
 
 __version__ = "0.1.0"
-__all__ = ["build_info", "flash_attn_func", "scaled_dot_product_attention"]
+__all__ = ["build_info", "flash_attn_func", "forward_kernel", "scaled_dot_product_attention"]
 
 
 def __getattr__(name: str):

@@ -505,3 +505,42 @@ def flash_attn_func(
         )
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
+
+
+def forward_kernel(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    *,
+    window_left=-1,
+    window_right=-1,
+    bottom_right=False,
+):
+    """Which kernel `torch.ops.fa.forward` takes for these arguments on this device, and why.
+
+    Args:
+        query, key, value, attn_mask, is_causal, scale, window_left, window_right, bottom_right:
+            those of the operator: 4-D tensors `(batch, heads, seqlen, head_dim)`.
+
+    Returns:
+        A string such as "fwd_sm90 192x64: sm_90, rows that the bulk copy engine can take" or
+        "fwd_sm80 64x64: scale is not positive": the kernel, the query rows of a tile and the keys
+        of a block, and the reason. Nothing is launched.
+
+    Raises:
+        RuntimeError: whatever the operator refuses.
+    """
+    return torch.ops.fa.forward_kernel(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal,
+        scale,
+        window_left=window_left,
+        window_right=window_right,
+        bottom_right=bottom_right,
+    )

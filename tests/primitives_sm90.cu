@@ -312,10 +312,14 @@ cudaError_t dispatch_tile(int64_t head_dim, int64_t q_rows, int64_t keys, F&& f)
 }
 
 cudaError_t encode(CUtensorMap* map, int64_t dtype, const TensorView& view, int box_rows) {
-  return encode_tensor_map(map, reinterpret_cast<const void*>(view.pointer),
-                           static_cast<Dtype>(dtype), static_cast<int>(view.size[3]),
-                           static_cast<int>(view.size[2]), static_cast<int>(view.size[1]),
-                           static_cast<int>(view.size[0]), view.stride, box_rows);
+  return cached_tensor_map(map, {reinterpret_cast<const void*>(view.pointer),
+                                 {view.stride[0], view.stride[1], view.stride[2]},
+                                 static_cast<int>(view.size[3]),
+                                 static_cast<int>(view.size[2]),
+                                 static_cast<int>(view.size[1]),
+                                 static_cast<int>(view.size[0]),
+                                 box_rows,
+                                 static_cast<Dtype>(dtype)});
 }
 
 }  // namespace

@@ -160,7 +160,8 @@ def test_tensor_map_refuses(launch, device, index, change):
 @only_cuda
 @each_dtype
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@each_head_dim
+# Stores end at whole chunks of 16 bytes, loads at any element.
+@pytest.mark.parametrize(("cols", "head_dim"), [pair for pair in HEAD_DIMS if pair[1] % 8 == 0])
 def test_tma_store(launch, device, dtype, layout, cols, head_dim):
     tile_rows = 128 if cols == 256 else 192
     seqlen = 150

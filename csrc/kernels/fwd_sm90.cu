@@ -1,4 +1,47 @@
 // fwd_sm90.cu: attention forward for Hopper (sm_90a), TMA + wgmma, warp-specialised.
+//
+//   O = softmax(scale * Q K^T + mask) V        LSE[m] = log sum_n exp(scale * q_m . k_n + mask)
+//
+// One CTA per SM stays for the whole grid and draws tiles of query rows of one (batch, head), the
+// longest first. A producer warp keeps rings of Q, K and V in shared memory full; each consumer
+// warpgroup owns 64 rows of the tile and walks the key blocks from last to first, those that its
+// rows see. Its scores S become P and P becomes the operand of P V without leaving its registers.
+//
+//   time ------>         tile t                                  | tile t + 1
+//   producer   TMA       | Q' K9  K8 V9  K7 V8 ...    Q"(t+1) ... K0 V1 V0 | K5 K4 V5 ...
+//   consumer   tensor    | S9 | S8  P9 V | S7  P8 V | ... | S0  P1 V | P0 V, S5(t+1) | S4 ...
+//   rows 0-63  other     |    P9=m,2^S   P8=2^S     P7=2^S ...    P0=2^S  | store O  P5=m,2^S
+//   consumer   the same, on rows 64-127 (and 128-191), drifting freely: the tensor cores take
+//              whichever product is ready, and exponentials of one hide behind products of others
+//
+//   Q K^T of block n and P V of block n + 1 are enqueued together, and the exponentials of block n
+//   run over that P V. 2^S is taken against the row's reference, a maximum found in the first block
+//   and in blocks that the mask cuts, with no maximum of this block: see "at once" in
+//   attn/softmax.cuh. Where accept() says no, that warp computes its 16 rows of S again by
+//   mma.sync, for the other warps of the warpgroup may not need theirs, and takes the maximum.
+//
+//   shared      head_dim 64     sQ [2][192][64]   sK, sV [4][128][64]   176 KiB
+//               head_dim 128    sQ [2][192][128]  sK, sV [4][64][128]   224 KiB   or
+//                               sQ [2][128][128]  sK, sV [2][128][128]  192 KiB   (kWide)
+//                               sQ [2][128][128]  sK, sV [4][64][128]   192 KiB   (kSmall)
+//               head_dim 256    sQ [1][128][256]  sK, sV [2][64][256]   192 KiB   + sO 32 KiB
+//   registers   three consumers: producer 32, consumers 160; two: 40 and 232 (setmaxnreg)
+//
+//   barriers    full_q[stage][wg]   TMA of 64 rows and the TileInfo -> that warpgroup
+//               empty_q[stage]      O has left the buffer (or the last Q K^T is over) -> producer
+//               full_k, full_v      TMA -> consumers
+//               empty_k, empty_v    one arrival a warp, after its last read -> producer
+//
+// With a mask tensor, the producer reads the mask summary (attn/mask_summary.cuh), loads only
+// blocks that some row sees and says with each stage what the mask does there: constant blocks take
+// the loop above, mixed ones read one 64-bit word a row, or elements.
+//
+// Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
+// Needs    sm_90a; what FwdParams says of rows; scale > 0; head_dim a multiple of 8, filled with
+//          zeros up to 64, 128 or 256; rows of out in 16-byte pieces. Otherwise: fwd_sm80.cu.
+// Bounds   the tensor cores give 4096 FLOP a cycle and SM, 925 TFLOPS at the clock that they leave;
+//          at D 64 the exponential unit binds before them. Long kernels end at the power limit.
+// Numbers  benchmarks/results, with what each step brought.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -63,30 +106,41 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
 // ---- Launcher
 
-__device__ unsigned tile_counters[16384];
+// Counters of TileQueue. A launch needs one that no other launch uses at the same time:
+//   - launches on one stream follow each other and share a counter (streams are told apart by their
+//     id, which is not used again, unlike their handle);
+//   - a captured launch may run whenever its graph is replayed, so it gets a counter of its own,
+//   for
+//     ever.
+// They are 0 when the module is loaded, and the last draw of a launch sets them to 0 again, so no
+// launch has to. When all are taken, tiles follow in a fixed order, which is slower by up to a
+// fifth.
+constexpr unsigned kTileCounters = 1u << 18;
+__device__ unsigned tile_counters[kTileCounters];
 
 unsigned* tile_counter(cudaStream_t stream) {
   static std::mutex mutex;
-  static std::unordered_map<unsigned long long, unsigned> slots;
-  static unsigned used = 0;
-  constexpr unsigned kSlots = sizeof(tile_counters) / sizeof(unsigned);
-  cudaStreamCaptureStatus capture;
+  static std::unordered_map<unsigned long long, unsigned> counter_of_stream;
+  static unsigned taken = 0;
+
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
-  void* base = nullptr;
-  if (cudaStreamIsCapturing(stream, &capture) != cudaSuccess) return nullptr;
-  if (cudaGetSymbolAddress(&base, tile_counters) != cudaSuccess) return nullptr;
+  void* counters = nullptr;
+  cudaError_t status = cudaStreamIsCapturing(stream, &capture);
+  if (status == cudaSuccess) status = cudaGetSymbolAddress(&counters, tile_counters);
   const bool captured = capture != cudaStreamCaptureStatusNone;
-  if (!captured && cudaStreamGetId(stream, &id) != cudaSuccess) return nullptr;
-  const std::lock_guard<std::mutex> lock(mutex);
-  unsigned slot = 0;
-  if (captured) {
-    slot = used++;
-  } else {
-    const auto [entry, added] = slots.try_emplace(id, used);
-    if (added) ++used;
-    slot = entry->second;
+  if (status == cudaSuccess && !captured) status = cudaStreamGetId(stream, &id);
+  if (status != cudaSuccess) {
+    (void)cudaGetLastError();  // not an error of the launch
+    return nullptr;
   }
-  return slot < kSlots ? static_cast<unsigned*>(base) + slot : nullptr;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const bool known = !captured && counter_of_stream.count(id) != 0;
+  if (!known && taken == kTileCounters) return nullptr;
+  const unsigned index = known      ? counter_of_stream[id]
+                         : captured ? taken++
+                                    : counter_of_stream[id] = taken++;
+  return static_cast<unsigned*>(counters) + index;
 }
 
 // Half the L2 of an H200, which is two parts: with 48 MiB causal attention of S 512 and 1024 is 2 %
@@ -113,18 +167,22 @@ template <class Config>
 cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) {
   cudaError_t status = allow_shared_memory<Config>();
   sm90::Maps maps;
-  if (status == cudaSuccess)
-    status = encode_tensor_map(&maps.query, p.query, p.dtype, p.head_dim, p.seqlen_q, p.heads_q,
-                               p.batch, p.query_stride, 64);
-  if (status == cudaSuccess)
-    status = encode_tensor_map(&maps.key, p.key, p.dtype, p.head_dim, p.seqlen_k, p.heads_k,
-                               p.batch, p.key_stride, Config::kBlockN);
-  if (status == cudaSuccess)
-    status = encode_tensor_map(&maps.value, p.value, p.dtype, p.head_dim, p.seqlen_k, p.heads_k,
-                               p.batch, p.value_stride, Config::kBlockN);
-  if (status == cudaSuccess)
-    status = encode_tensor_map(&maps.out, p.out, p.dtype, p.head_dim, p.seqlen_q, p.heads_q,
-                               p.batch, p.out_stride, 64);
+  auto describe = [&](CUtensorMap* map, const void* pointer, const int64_t (&stride)[3], int seqlen,
+                      int heads, int box_rows) {
+    if (status != cudaSuccess) return;
+    status = cached_tensor_map(map, {pointer,
+                                     {stride[0], stride[1], stride[2]},
+                                     p.head_dim,
+                                     seqlen,
+                                     heads,
+                                     p.batch,
+                                     box_rows,
+                                     p.dtype});
+  };
+  describe(&maps.query, p.query, p.query_stride, p.seqlen_q, p.heads_q, 64);
+  describe(&maps.key, p.key, p.key_stride, p.seqlen_k, p.heads_k, Config::kBlockN);
+  describe(&maps.value, p.value, p.value_stride, p.seqlen_k, p.heads_k, Config::kBlockN);
+  describe(&maps.out, p.out, p.out_stride, p.seqlen_q, p.heads_q, 64);
   if (status != cudaSuccess) return status;
 
   const int64_t m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;

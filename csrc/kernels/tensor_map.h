@@ -3,6 +3,8 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
+#include <cstring>
+
 #include "../params.h"
 
 namespace fa {
@@ -21,28 +23,59 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Dimensions (head_dim, seqlen, heads, batch), boxes of 64 columns and box_rows rows of one (batch,
-// head), 128-byte swizzle; see tile/tma.cuh. stride: batch, head, row in elements; of a dimension
-// that is never stepped along it may be 0. Fails with cudaErrorInvalidValue where the copy engine
+// A tensor of 16-bit elements, with dimensions (head_dim, seqlen, heads, batch), and boxes of 64
+// columns and box_rows rows of one (batch, head). stride: batch, head, row in elements; of a
+// dimension that is never stepped along it may be 0. Without padding, so that equality is memcmp.
+struct TensorMapKey {
+  const void* pointer;
+  int64_t stride[3];
+  int head_dim, seqlen, heads, batch, box_rows;
+  Dtype dtype;
+};
+static_assert(sizeof(TensorMapKey) == 56, "no padding");
+
+// With 128-byte swizzle; see tile/tma.cuh. Fails with cudaErrorInvalidValue where the copy engine
 // cannot take the tensor: addresses or strides off 16 bytes, strides of 2^40 bytes and more.
-inline cudaError_t encode_tensor_map(CUtensorMap* map, const void* pointer, Dtype dtype,
-                                     int head_dim, int seqlen, int heads, int batch,
-                                     const int64_t (&stride)[3], int box_rows) {
+inline cudaError_t encode_tensor_map(CUtensorMap* map, const TensorMapKey& key) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   const auto size = [](int n) { return static_cast<cuuint64_t>(n); };
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements) * 2; };
-  const cuuint64_t dims[4] = {size(head_dim), size(seqlen), size(heads), size(batch)};
-  const cuuint64_t strides[3] = {bytes(stride[2]), bytes(stride[1]), bytes(stride[0])};
-  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint64_t dims[4] = {size(key.head_dim), size(key.seqlen), size(key.heads),
+                              size(key.batch)};
+  const cuuint64_t strides[3] = {bytes(key.stride[2]), bytes(key.stride[1]), bytes(key.stride[0])};
+  const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(key.box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUresult status = encode(
-      map,
-      dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      4, const_cast<void*>(pointer), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status =
+      encode(map,
+             key.dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+             4, const_cast<void*>(key.pointer), dims, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+// The same out of a small cache of this thread: a model calls with the same addresses again and
+// again. A map describes memory and owns none, so an entry never goes stale.
+inline cudaError_t cached_tensor_map(CUtensorMap* map, const TensorMapKey& key) {
+  struct Entry {
+    TensorMapKey key;
+    CUtensorMap map;
+  };
+  constexpr size_t kEntries = 256;
+  static thread_local Entry cache[kEntries];  // zeros: a null pointer is never asked for
+  const auto address = reinterpret_cast<uintptr_t>(key.pointer);
+  Entry& entry = cache[(address >> 4 ^ address >> 12 ^ address >> 20) % kEntries];
+  if (std::memcmp(&entry.key, &key, sizeof(key)) != 0) {
+    if (const cudaError_t status = encode_tensor_map(&entry.map, key); status != cudaSuccess) {
+      entry.key.pointer = nullptr;
+      return status;
+    }
+    entry.key = key;
+  }
+  *map = entry.map;
+  return cudaSuccess;
 }
 
 }  // namespace fa

@@ -77,8 +77,12 @@ inline double estimate_cycles(const FwdParams& p, const Device& device, FwdTileS
   const double right = static_cast<double>(p.diagonal + p.window_right);
   const double first = std::clamp(right + tile.block_m, 0.0, keys),
                last = std::clamp(right + p.seqlen_q, 0.0, keys);
-  const double mean = cost.per_tile + cost.per_block * ((first + last) / 2 / tile.block_n + 0.5);
-  return std::max(longest, heads * static_cast<double>(m_blocks) * mean / device.num_sms);
+  const double mean_blocks = (first + last) / 2 / tile.block_n + 0.5;
+  // The last tile of a head computes on the rows that it has.
+  const double full_tiles = static_cast<double>(p.seqlen_q) / tile.block_m;
+  const double head =
+      static_cast<double>(m_blocks) * cost.per_tile + full_tiles * mean_blocks * cost.per_block;
+  return std::max(longest, heads * head / device.num_sms);
 }
 #endif
 
