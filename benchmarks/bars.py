@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+import dtype_speed
 import host_cost
-from rates import FA3, SHAPE, geomean, speeds
+from rates import FA3, geomean, launch_rows, speeds
 
 BEST_OF = ("cudnn", "fa2", FA3)
 GRID_CELLS = 36
 D64_CELLS = 8  # of the grid: head_dim 64, S 2048 to 16384, full and causal
 PADDED_ROWS = 6  # two shapes, three kinds of mask
 HALF = ("float16", "bfloat16")
-HALF_PAIRS = 8  # problems measured in both: six of the grid, and the two seeds
+HALF_PAIRS = 8  # problems measured in both at once (dtype_speed.py)
 
 
 @dataclass
@@ -70,7 +71,7 @@ def below(cells: dict[str, float], limit: float) -> list[str]:
 
 def bars(result: dict) -> list[Bar]:
     device = result["environment"]["device"]
-    rows = [row for row in result["rows"] if row["mode"] != host_cost.MODE]
+    rows = launch_rows(result)
 
     def ratios(keep: Callable[[dict], bool], others: Iterable[str]) -> dict[str, float]:
         """Ours over the fastest of the others by label, where all of them were measured."""
@@ -105,21 +106,19 @@ def bars(result: dict) -> list[Bar]:
     found.append(lowest("qwen3-8b: ours/plain SDPA", qwen3, 1, 1.35))
     padded = ratios(lambda row: row["name"] == "padded", ["sdpa"])
     found.append(lowest("padded masks: lowest ours/plain SDPA", padded, PADDED_ROWS, 2.0, 3.0))
-    found.append(lowest("float16/bfloat16 of ours, lowest", half_ratios(rows), HALF_PAIRS, 0.97))
+    found.append(lowest("float16/bfloat16 of ours, lowest", half_ratios(result), HALF_PAIRS, 0.97))
     found.append(host_bar(result))
     return found
 
 
-def half_ratios(rows: Iterable[dict]) -> dict[str, float]:
-    """Our speed in float16 over that in bfloat16, of the problems measured in both."""
-    measured: dict[str, dict[tuple, tuple[str, float]]] = {dtype: {} for dtype in HALF}
-    for row in rows:
-        ours = row["results"].get("ours", {})
-        if row["dtype"] in measured and "tflops" in ours:
-            key = (*(row[name] for name in SHAPE), row["mask"], row["window"], row["mode"])
-            measured[row["dtype"]][key] = row["label"], ours["tflops"]
-    half, brain = (measured[dtype] for dtype in HALF)
-    return {half[key][0]: half[key][1] / brain[key][1] for key in half if key in brain}
+def half_ratios(result: dict) -> dict[str, float]:
+    """Our speed in float16 over that in bfloat16 by label, of the problems timed in both at once.
+    Rows of one dtype were measured at another clock than those of the other."""
+    return {
+        row["label"]: row["ratio"]
+        for row in result["rows"]
+        if row["mode"] == dtype_speed.MODE and row["ratio"] is not None
+    }
 
 
 def host_bar(result: dict) -> Bar:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import dtype_speed
 import harness
 import host_cost
 import rates
@@ -142,6 +143,7 @@ def gpu_suites() -> dict[str, list[Problem]]:
         ],
         "window": [Problem("window", "window", 2, 16, 16, 8192, 8192, 128, "window", window=1023)],
         host_cost.SUITE: host_cost.problems(),
+        dtype_speed.SUITE: dtype_speed.problems(),
     }
 
 
@@ -212,6 +214,13 @@ def describe(row: dict, result: dict) -> str:
         for name, label in result["host_labels"].items():
             parts.append(f"{label} {report.number(row['results'][name].get('median_us'), 2)} us")
         return "  ".join(parts)
+    if row["mode"] == dtype_speed.MODE:
+        for name, label in result["dtype_labels"].items():
+            wrong = "wrong" in row["results"][name]
+            us = report.number(row["results"][name].get("median_us"), 1)
+            parts.append(f"{label} {'WRONG' if wrong else us} us")
+        ratios = [report.number(row[name], 3) for name in ("ratio", "cudnn_ratio")]
+        return "  ".join([*parts, f"| fp16/bf16 ours {ratios[0]}  cuDNN {ratios[1]}"])
     tflops = rates.speeds(row, result["environment"]["device"])
     for name, label in result["labels"].items():
         wrong = "wrong" in row["results"][name]
@@ -232,8 +241,9 @@ def main(arguments: list[str] | None = None) -> int:
     environment = harness.environment(device)
     if options.commit:
         environment["commit"] = options.commit
-    host = any(problem.suite == host_cost.SUITE for problem in options.problems)
-    if host or CANDIDATES["ours"] in options.chosen:
+    # These suites have candidates of their own, ours among them.
+    own = any(p.suite in (host_cost.SUITE, dtype_speed.SUITE) for p in options.problems)
+    if own or CANDIDATES["ours"] in options.chosen:
         import flashattn_ext
 
         environment["flashattn_ext"] = flashattn_ext.build_info()
@@ -246,6 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         "benchmark": "prefill",
         "labels": {candidate.name: candidate.label for candidate in options.chosen},
         "host_labels": host_cost.LABELS,
+        "dtype_labels": dtype_speed.LABELS,
         "environment": environment,
         "settings": asdict(settings),
         "ceilings": harness.ceilings(dtypes, device, settings),
@@ -256,6 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
     for problem in options.problems:
         if problem.suite == host_cost.SUITE:
             row = host_cost.run_problem(problem, device, settings)
+        elif problem.suite == dtype_speed.SUITE:
+            both = [CANDIDATES[name] for name in dtype_speed.CANDIDATES]
+            row = dtype_speed.run_problem(problem, both, device, settings)
         else:
             row = harness.run_problem(problem, options.chosen, device, settings)
         result["rows"].append(row)
@@ -273,7 +287,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"{row['label']}: {report.row_labels(result, row)[name]}: {reason}"
         for row in result["rows"]
         for name, r in row["results"].items()
-        if (reason := r.get("wrong") or (name == "ours" and r.get("error")))
+        if (reason := r.get("wrong") or (name.startswith("ours") and r.get("error")))
     ]
     count, seconds = len(result["rows"]), time.perf_counter() - start
     print(f"{count} problems, {len(failures)} failures, {seconds:.0f} s -> {options.out}")

@@ -179,9 +179,12 @@ def tile_table(nvcc: str, objects: list[Path], budgets: dict, hopper: bool, fold
     limits = budgets["smem_limits_kib"]
     rows = [["fwd_sm80", d, device, limits[device]] for device in limits for d in HEAD_DIMS]
     calls = [f"fa::describe_fwd_sm80({d}, {kib << 10})" for _, d, _, kib in rows]
-    for shape in enumerators()["FwdTileShape"] if hopper else ():
-        rows += [[f"fwd_sm90 {shape}", d, "9.0", limits["9.0"]] for d in HEAD_DIMS]
-        calls += [f"fa::describe_fwd_sm90({d}, fa::FwdTileShape::{shape})" for d in HEAD_DIMS]
+    # Without a mask the band is unlimited; with a mask tensor there is one shape.
+    modes = [(shape, "kBand") for shape in enumerators()["FwdTileShape"]] + [("kTall", "kTensor")]
+    for shape, mode in modes if hopper else ():
+        rows += [[f"fwd_sm90 {shape} {mode}", d, "9.0", limits["9.0"]] for d in HEAD_DIMS]
+        hints = f"fa::FwdTileShape::{shape}, fa::MaskMode::{mode}"
+        calls += [f"fa::describe_fwd_sm90({d}, {hints})" for d in HEAD_DIMS]
     program, source = folder / "tiles", folder / "tiles.cpp"
     source.write_text(TILE_PROGRAM % ", ".join(calls))
     run_nvcc([nvcc, "-std=c++17", f"-I{ROOT / 'csrc'}", source, *objects, "-o", program])

@@ -209,31 +209,7 @@ def run_problem(
     of the result file: the problem, its work, and per candidate either `error` (refused) or
     `wrong` (failed the check) or its times; and the kernel of the candidate that names one."""
     sets = input_sets(problem, device)
-    reference = Reference.of(problem, sets[0])
-    results: dict[str, dict] = {}
-    calls: dict[str, Call] = {}
-    for candidate in candidates:
-        call = candidate.bind(problem)
-        # Whatever the candidate leaves unwritten shows as NaN, when the allocator hands it this
-        # block.
-        poison = torch.full_like(sets[0].query, math.nan)
-        del poison
-        try:
-            with candidate.context(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of every backend that it rules out
-                share = reference.error_share(call(sets[0]))
-        except RuntimeError as error:
-            results[candidate.name] = {"error": first_line(error)}
-            synchronize(device)  # an error that killed the device ends the run here
-            continue
-        results[candidate.name] = {"error_share": round(share, 4)}
-        if not share <= 1:
-            results[candidate.name]["wrong"] = f"error {share:.3g} times the tolerance"
-            continue
-        calls[candidate.name] = Call(
-            candidate.context, lambda i, call=call: call(sets[i]), len(sets)
-        )
-
+    calls, results = checked_calls(problem, candidates, sets, device)
     graph = problem.graph and device.type == "cuda"
     timings, failures = measure(calls, device, settings, graph)
     flops = useful_flops(problem)
@@ -256,6 +232,38 @@ def run_problem(
         **({"kernel": kernel} if kernel else {}),
         "results": results,
     }
+
+
+def checked_calls(
+    problem: Problem, candidates: Sequence[Candidate], sets: list[Inputs], device: torch.device
+) -> tuple[dict[str, Call], dict[str, dict]]:
+    """The calls of the candidates that agree with the reference, and for every candidate its
+    error, with `wrong` where it is too large, or `error` where it refused. Calls hold the sets."""
+    reference = Reference.of(problem, sets[0])
+    calls: dict[str, Call] = {}
+    results: dict[str, dict] = {}
+    for candidate in candidates:
+        call = candidate.bind(problem)
+        # Whatever the candidate leaves unwritten shows as NaN, when the allocator hands it this
+        # block.
+        poison = torch.full_like(sets[0].query, math.nan)
+        del poison
+        try:
+            with candidate.context(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of every backend that it rules out
+                share = reference.error_share(call(sets[0]))
+        except RuntimeError as error:
+            results[candidate.name] = {"error": first_line(error)}
+            synchronize(device)  # an error that killed the device ends the run here
+            continue
+        results[candidate.name] = {"error_share": round(share, 4)}
+        if not share <= 1:
+            results[candidate.name]["wrong"] = f"error {share:.3g} times the tolerance"
+            continue
+        calls[candidate.name] = Call(
+            candidate.context, lambda i, call=call: call(sets[i]), len(sets)
+        )
+    return calls, results
 
 
 def problem_fields(problem: Problem) -> dict:

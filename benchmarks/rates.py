@@ -13,6 +13,9 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import dtype_speed
+import host_cost
+
 HERE = Path(__file__).resolve().parent
 FA3 = "fa3"
 FA3_LABEL = "FA3 (by ratio)"
@@ -42,6 +45,13 @@ def speedup(rates: dict[str, float], other: str) -> float | None:
     """How many times faster ours is than another candidate, or than the best of them (`best`)."""
     others = [rate for name, rate in rates.items() if name != "ours" and other in (name, "best")]
     return rates["ours"] / max(others) if "ours" in rates and others else None
+
+
+def launch_rows(result: dict) -> list[dict]:
+    """The rows that time the operation for its TFLOPS, without those of host_cost.py and
+    dtype_speed.py."""
+    others = (host_cost.MODE, dtype_speed.MODE)
+    return [row for row in result["rows"] if row["mode"] not in others]
 
 
 def geomean(values: Iterable[float]) -> float:

@@ -27,9 +27,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import bars
+import dtype_speed
 import harness
 import host_cost
-from rates import FA3, FA3_LABEL, geomean, speeds, speedup
+from rates import FA3, FA3_LABEL, geomean, launch_rows, speeds, speedup
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -45,18 +46,18 @@ BLOCK = re.compile(
 # Rows and labels
 
 
-def launch_rows(result: dict) -> list[dict]:
-    """The rows that time the operation, without those that time what a call costs the host."""
-    return [row for row in result["rows"] if row["mode"] != host_cost.MODE]
-
-
 def host_rows(result: dict) -> list[dict]:
     return [row for row in result["rows"] if row["mode"] == host_cost.MODE]
 
 
+def dtype_rows(result: dict) -> list[dict]:
+    return [row for row in result["rows"] if row["mode"] == dtype_speed.MODE]
+
+
 def row_labels(result: dict, row: dict) -> dict[str, str]:
     """The candidates of a row by name."""
-    return result["host_labels" if row["mode"] == host_cost.MODE else "labels"]
+    own = {host_cost.MODE: "host_labels", dtype_speed.MODE: "dtype_labels"}
+    return result[own.get(row["mode"], "labels")]
 
 
 def labels(result: dict) -> dict[str, str]:
@@ -174,6 +175,18 @@ def host_table(result: dict) -> str:
     return table(["host us of a call", *names.values(), "fa.forward/plain SDPA"], lines)
 
 
+def dtype_table(result: dict) -> str:
+    """Microseconds in fp16 and bf16, and the speed in fp16 relative to bf16."""
+    names = result["dtype_labels"]
+    lines = []
+    for row in dtype_rows(result):
+        times = [number(row["results"][name].get("median_us"), 1) for name in names]
+        shares = [number(row[name], 3) for name in ("ratio", "cudnn_ratio")]
+        lines.append([row["label"], *times, *shares])
+    heads = ["us of a launch", *names.values(), "ours fp16/bf16", "cuDNN fp16/bf16"]
+    return table(heads, lines)
+
+
 def redo_count_table(rows: Iterable[dict]) -> str:
     """Share of the key blocks exponentiated at once that are redone, in percent: of a warp's, and,
     behind the stroke, of those in which some warp of its warpgroup does; by the scores and the
@@ -248,7 +261,7 @@ def summary_block(result: dict) -> str:
 
 
 def full_block(result: dict) -> str:
-    """Every problem, ceilings, noise and host cost."""
+    """Every problem, ceilings, noise, host cost and the two dtypes beside each other."""
     rates = ", ".join(f"{name} {value}" for name, value in result["ceilings"].items())
     after = ", ".join(f"{name} {value}" for name, value in result["ceilings_after"].items())
     parts = [f"{stamp(result)}.", f"Ceilings in the same run: {rates}; at its end: {after}."]
@@ -256,6 +269,8 @@ def full_block(result: dict) -> str:
         parts += [row_table(result, launch_rows(result)), noise_table(result)]
     if host_rows(result):
         parts.append(host_table(result))
+    if dtype_rows(result):
+        parts.append(dtype_table(result))
     return "\n\n".join(parts)
 
 

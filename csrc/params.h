@@ -41,9 +41,9 @@ struct FwdParams {
   void* out;          // [batch, heads_q, seqlen_q, head_dim]
   float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
 
-  // Scratch for MaskMode::kTensor, on a 16-byte boundary: what each block of the mask holds, and
-  // one bit for each of its elements; written by launch_mask_summary, layout in
-  // attn/mask_summary.cuh. Null otherwise.
+  // Scratch for MaskMode::kTensor, on a 16-byte boundary: what each block of the mask holds, one
+  // bit for each of its elements, and which blocks may be skipped; written by launch_mask_summary,
+  // layout in attn/mask_summary.cuh. Null otherwise.
   void* mask_summary;
 
   int64_t query_stride[3];  // batch, head, row

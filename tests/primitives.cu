@@ -1,6 +1,6 @@
 // One small kernel for each building block of csrc/ptx, csrc/tile and csrc/attn, with a launcher in
 // plain C: what tests/test_primitives.py compiles, calls and compares with loops on the host. And
-// csrc/kernels/mask_summary.cu, whose results no operator returns.
+// csrc/kernels/mask_summary.cu and value_range.cu, whose results no operator returns.
 //
 // A launcher takes device pointers (dense tensors, shapes beside the kernels) and int64_t, waits
 // for its kernel and returns the cudaError_t. Tiles get into shared memory by store_tile and out of
@@ -25,6 +25,12 @@ namespace fa {
 // A mask tensor, in host memory.
 struct MaskCase {
   int64_t batch, heads, seqlen_q, seqlen_k, stride[4], dtype, mask_dtype;
+};
+
+// The shapes of query, key and value, in host memory; strides of batch, head and row.
+struct ValueCase {
+  int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim, dtype;
+  int64_t query_stride[3], key_stride[3], value_stride[3];
 };
 
 namespace {
@@ -442,6 +448,22 @@ __global__ void mask_words_kernel(const __grid_constant__ FwdParams p, int key_b
   bits = attn::is_mixed_bits(entry) ? summary.bits(row, key_block) : 0;
 }
 
+// gRows [batch][heads][row_blocks][key_blocks]: normal_rows of an additive mask without broadcast.
+__global__ void normal_rows_kernel(const __grid_constant__ FwdParams p, int row_blocks,
+                                   int key_blocks, uint64_t* gRows) {
+  int64_t i = item_index();
+  if (i >= int64_t{p.batch} * p.heads_q * row_blocks * key_blocks) return;
+  uint64_t& rows = gRows[i];
+  const int key_block = i % key_blocks, row_block = (i /= key_blocks) % row_blocks;
+  const int head_idx = (i /= row_blocks) % p.heads_q, batch_idx = i / p.heads_q;
+  rows = attn::MaskSummary(p, batch_idx, head_idx).normal_rows(row_block, key_block);
+}
+
+// gMaySkip [1].
+__global__ void may_skip_kernel(const __grid_constant__ FwdParams p, int* gMaySkip) {
+  *gMaySkip = attn::MaskSummary(p, 0, 0).may_skip();
+}
+
 // gClasses [batch][heads][m_blocks][n_blocks][2]: the class of the block, and the block that
 // visible_from finds between it and half its index.
 template <int kBlockM, int kBlockN>
@@ -599,10 +621,15 @@ cudaError_t launch_mask_tensor(const MaskCase* mask_case, const void* mask, int6
   });
 }
 
-// summary_bytes: what the caller takes for the size of the summary.
+// summary_bytes: what the caller takes for the size of the summary. values [8]: every row of query,
+// key and value.
 cudaError_t launch_summarize_mask(const MaskCase* mask_case, const void* mask, void* summary,
-                                  int64_t summary_bytes) {
-  const FwdParams p = params_of(*mask_case, mask, summary);
+                                  int64_t summary_bytes, const uint16_t* values) {
+  FwdParams p = params_of(*mask_case, mask, summary);
+  p.query = p.key = p.value = values;
+  p.heads_k = 1;
+  p.head_dim = 8;
+  p.scale = 1.f;
   if (mask_summary_bytes(p) != summary_bytes) return cudaErrorInvalidValue;
   const cudaError_t launched = launch_mask_summary(p, nullptr);
   const cudaError_t ran = finish();
@@ -619,6 +646,46 @@ cudaError_t launch_read_mask_summary(const MaskCase* mask_case, void* summary, f
                                           row_blocks, key_blocks, entries);
   if (status != cudaSuccess) return status;
   return launch_items(mask_words_kernel, slices * p.seqlen_q * key_blocks, p, key_blocks, bits);
+}
+
+// rows as gRows, may_skip as gMaySkip.
+cudaError_t launch_read_normal_rows(const MaskCase* mask_case, void* summary, uint64_t* rows,
+                                    int* may_skip) {
+  const FwdParams p = params_of(*mask_case, nullptr, summary);
+  const int row_blocks = (p.seqlen_q + kMaskSummaryBlock - 1) / kMaskSummaryBlock;
+  const int key_blocks = (p.seqlen_k + kMaskSummaryBlock - 1) / kMaskSummaryBlock;
+  const cudaError_t status =
+      launch_items(normal_rows_kernel, int64_t{p.batch} * p.heads_q * row_blocks * key_blocks, p,
+                   row_blocks, key_blocks, rows);
+  return status != cudaSuccess ? status : launch(may_skip_kernel, 1, 1, 0, p, may_skip);
+}
+
+// flags [2]: those of a mask, before and after.
+cudaError_t launch_value_range(const ValueCase* c, const uint16_t* query, const uint16_t* key,
+                               const uint16_t* value, int64_t scale, uint32_t* flags) {
+  FwdParams p{};
+  p.query = query;
+  p.key = key;
+  p.value = value;
+  p.batch = static_cast<int>(c->batch);
+  p.heads_q = static_cast<int>(c->heads_q);
+  p.heads_k = static_cast<int>(c->heads_k);
+  p.seqlen_q = static_cast<int>(c->seqlen_q);
+  p.seqlen_k = static_cast<int>(c->seqlen_k);
+  p.head_dim = static_cast<int>(c->head_dim);
+  p.dtype = static_cast<Dtype>(c->dtype);
+  p.scale = static_cast<float>(scale);
+  p.mask_dtype = MaskDtype::kFloat32;
+  for (int i = 0; i < 3; ++i) {
+    p.query_stride[i] = c->query_stride[i];
+    p.key_stride[i] = c->key_stride[i];
+    p.value_stride[i] = c->value_stride[i];
+  }
+  const int64_t offset = attn::MaskSummaryShape(p).flags_offset_bytes();
+  p.mask_summary = reinterpret_cast<unsigned char*>(flags) - offset;
+  const cudaError_t launched = fa::launch_value_range(p, nullptr);
+  const cudaError_t ran = finish();
+  return launched != cudaSuccess ? launched : ran;
 }
 
 cudaError_t launch_masked_blocks(const MaskCase* mask_case, void* summary, int64_t block_m,

@@ -1,5 +1,5 @@
-"""The benchmark of the forward: work models, checks, timing, host cost. Runs on the CPU in
-seconds."""
+"""The benchmark of the forward: work models, checks, timing, host cost, the two dtypes. Runs
+on the CPU in seconds."""
 
 import contextlib
 import gc
@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_prefill  # noqa: E402
+import dtype_speed  # noqa: E402
 import harness  # noqa: E402
 import host_cost  # noqa: E402
 import rates  # noqa: E402
@@ -295,6 +296,120 @@ def test_host_cost_notes_who_refuses(monkeypatch):
     row = host_cost.run_problem(tiny(), CPU, TINY)
     assert row["results"]["ours"] == {"error": "query: must be even"}
     assert row["results"]["sdpa"]["ratio_to_sdpa"] == 1
+
+
+# fp16 beside bf16
+
+
+def test_dtypes_are_measured_on_the_same_values():
+    problem = tiny("causal")
+    inputs = dtype_speed.paired_inputs(problem, CPU)
+    assert list(inputs) == list(dtype_speed.DTYPES)
+    ((half,), (brain,)) = inputs.values()
+    for name in ("query", "key", "value"):
+        a, b = getattr(half, name), getattr(brain, name)
+        assert (a.dtype, b.dtype) == (torch.float16, torch.bfloat16)
+        assert a.stride() == b.stride() and a.stride(3) == 1
+        assert torch.equal(a.bfloat16(), b) and a.std() > 0.5
+        assert not torch.equal(a, b.half())  # fp16 keeps the bits that bf16 has no room for
+    assert half.query.shape == (2, 4, 40, 16) and half.key.shape == (2, 2, 40, 16)
+
+
+@pytest.mark.parametrize("refused", [None, "ours_bfloat16", "cudnn_float16"])
+def test_dtypes_are_timed_in_one_interleaved_measurement(refused, monkeypatch):
+    """Both dtypes of a candidate are neighbours, and the calls still hold their inputs."""
+    medians = dict(zip(dtype_speed.LABELS, (100.0, 97.0, 50.0, 51.0), strict=True))
+    measured, seen = [], []
+
+    def bind(problem):
+        def call(x):
+            seen.append(x.query.dtype)
+            return bench_prefill.bind_sdpa(problem)(x)
+
+        return call
+
+    def measure(calls, device, settings, graph):
+        measured.append((list(calls), settings, graph))
+        for call in calls.values():
+            call.launch(call.sets - 1)
+        times = {n: harness.Timing(us, us, us, 4, 2) for n, us in medians.items() if n != refused}
+        return times, {refused: "not captured"} if refused else {}
+
+    monkeypatch.setattr(harness, "measure", measure)
+    candidates = [harness.Candidate(name, name, bind) for name in dtype_speed.CANDIDATES]
+    row = dtype_speed.run_problem(tiny(), candidates, CPU, TINY)
+    assert measured == [(list(dtype_speed.LABELS), TINY, False)]
+    assert seen[-4:] == [torch.float16, torch.bfloat16] * 2
+    assert list(row["results"]) == list(dtype_speed.LABELS)
+    assert row["label"] == "tiny B2 H4/2 S40 D16 causal fp16/bf16"
+    assert (row["mode"], row["unit"], row["dtype"]) == ("dtypes", "us", "float16/bfloat16")
+    assert row["ratio"] == (None if refused == "ours_bfloat16" else 0.97)
+    assert row["cudnn_ratio"] == (None if refused == "cudnn_float16" else 1.02)
+    for name, r in row["results"].items():
+        if name == refused:
+            assert r == {"error": "not captured"}
+        else:
+            assert r["median_us"] == medians[name] and 0 <= r["error_share"] <= 1
+
+
+def test_dtypes_suite_has_the_seed_and_every_head_dim():
+    suite = bench_prefill.gpu_suites()["dtypes"]
+    shapes = {(*(getattr(p, f) for f in rates.SHAPE), p.mask) for p in suite}
+    assert len(shapes) == len(suite) == 8 and all(p.graph for p in suite)
+    assert {(4, 16, 16, 1024, 1024, 128, "full"), (2, 16, 8, 1024, 1024, 128, "causal")} < shapes
+    for heads, head_dim in ((32, 64), (16, 128), (8, 256)):
+        for mask in ("full", "causal"):
+            assert (4, heads, heads, 4096, 4096, head_dim, mask) in shapes
+
+
+def test_bench_prefill_measures_dtypes_in_their_own_rows(tmp_path, capsys, monkeypatch):
+    problem = Problem("dtypes", "dtypes", 1, 4, 2, 32, 32, 16, "causal", graph=True)
+    monkeypatch.setattr(bench_prefill, "cpu_suites", lambda quick: {"dtypes": [problem]})
+    monkeypatch.setattr(harness, "ceilings", lambda *arguments: {})
+    out = tmp_path / "r.json"
+    arguments = ["--device", "cpu", "--quick", "--candidates", "fa2", "--out", str(out)]
+    assert bench_prefill.main(arguments) == 0
+    result = harness.read_result(out)
+    assert "flashattn_ext" in result["environment"]
+    (row,) = result["rows"]
+    results = row["results"]
+    assert list(results) == list(result["dtype_labels"])
+    ours = [results[f"ours_{dtype}"] for dtype in dtype_speed.DTYPES]
+    assert all(r["samples"] == harness.QUICK.samples for r in ours)
+    expected = ours[1]["median_us"] / ours[0]["median_us"]
+    assert row["ratio"] == pytest.approx(expected, abs=1e-4)
+    assert "backend" in results["cudnn_float16"]["error"] and row["cudnn_ratio"] is None
+    label = "dtypes B1 H4/2 S32 D16 causal fp16/bf16"
+    assert f"{label}  " in capsys.readouterr().out
+    assert f"| {label} |" in report.full_block(result)
+    assert label not in report.summary_block(result)
+
+
+@pytest.mark.parametrize("fault", ["wrong", "refused"])
+def test_bench_prefill_fails_on_a_fault_in_one_dtype(fault, tmp_path, capsys, monkeypatch):
+    problem = Problem("dtypes", "dtypes", 1, 4, 2, 32, 32, 16, "causal")
+
+    def bind(problem):
+        def call(x):
+            if x.query.dtype == torch.float16:
+                return bench_prefill.bind_sdpa(problem)(x)
+            if fault == "refused":
+                raise RuntimeError("query: must be even")
+            return torch.zeros_like(x.query)
+
+        return call
+
+    monkeypatch.setattr(bench_prefill, "cpu_suites", lambda quick: {"dtypes": [problem]})
+    monkeypatch.setattr(harness, "ceilings", lambda *arguments: {})
+    ours = harness.Candidate("ours", "ours", bind)
+    monkeypatch.setitem(bench_prefill.CANDIDATES, "ours", ours)
+    arguments = ["--device", "cpu", "--quick", "--out", str(tmp_path / "r.json")]
+    assert bench_prefill.main(arguments) == 1
+    printed = capsys.readouterr()
+    reason = "query: must be even" if fault == "refused" else "error "
+    assert f"FAILED {problem.label()[:-5]} fp16/bf16: ours bf16: {reason}" in printed.err
+    assert printed.err.count("FAILED") == 1
+    assert ("ours bf16 WRONG" in printed.out) == (fault == "wrong")
 
 
 # The kernel of a row

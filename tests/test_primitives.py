@@ -40,7 +40,9 @@ def library_path(tmp_path_factory):
     command = [nvcc, "--threads=0", "-shared", "-Xcompiler=-fPIC"]
     command += shlex.split((CHECKOUT / "csrc/nvcc_flags.txt").read_text(), comments=True)
     command += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
-    command += [CHECKOUT / "tests/primitives.cu", CHECKOUT / "csrc/kernels/mask_summary.cu"]
+    kernels = CHECKOUT / "csrc/kernels"
+    command += [CHECKOUT / "tests/primitives.cu", kernels / "mask_summary.cu"]
+    command += [kernels / "value_range.cu"]
     command += ["-o", path]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -456,6 +458,7 @@ def random_block(dtype, rows, keys):
     else:
         lowest = torch.finfo(dtype).min
         constants = [0.0, -0.0, -INF, INF, lowest, -10000.0, 0.5, float("nan")]
+        constants += [-99840.0, -100352.0]  # on both sides of kFarBias, exact in bfloat16
         kinds = [torch.full((rows, keys), value) for value in constants]
         random = torch.rand(rows, keys)
         kinds += [
@@ -463,9 +466,11 @@ def random_block(dtype, rows, keys):
             torch.zeros(rows, keys).masked_fill(random < 0.5, -INF),
             torch.zeros(rows, keys).masked_fill(random < 0.5, -INF).masked_fill(random < 0.1, -0.0),
             torch.zeros(rows, keys).masked_fill(random < 0.5, lowest),
+            torch.full((rows, keys), lowest).masked_fill(random < 2 / keys, -1.0),
+            torch.full((rows, keys), lowest).masked_fill(random < 2 / keys, float("nan")),
             torch.randn(rows, keys),
         ]
-        others = [0.0, -0.0, -INF, INF, lowest, 2.0**-24, -1.0, float("nan")]
+        others = [0.0, -0.0, -INF, INF, lowest, 2.0**-24, -1.0, float("nan"), -99840.0, -100352.0]
     block = kinds[torch.randint(len(kinds), ())]
     if torch.rand(()) < 0.4:  # a single element that may differ
         place = torch.randint(rows, ()), torch.randint(keys, ())
@@ -553,15 +558,19 @@ SUMMARY_SHAPES = [
 BROADCASTS = [(), (0, 1), (1,), (0, 1, 2), (0, 2), (3,), (1, 2, 3)]
 
 
-def summarize(launch, device, view, shape):
-    """The arguments of the launchers that read the summary of a mask."""
+def summarize(launch, device, view, shape, value=1.0):
+    """The arguments of the launchers that read the summary of a mask. Every element of query, key
+    and value is value."""
     case, mask = mask_arguments(view, shape, device)
     batch, heads, rows, keys = view.shape
     row_blocks, key_blocks = -(-rows // 64), -(-keys // 64)
     size = -(-batch * heads * row_blocks * key_blocks * 4 // 16) * 16
     size += batch * heads * rows * key_blocks * 8
+    if view.dtype != torch.uint8:
+        size += batch * heads * row_blocks * key_blocks * 8 + 8
     scratch = torch.full((size + 64,), 0x5A, dtype=torch.uint8, device=device)
-    launch("summarize_mask", case, mask, scratch, size)
+    values = torch.full((8,), value, dtype=DTYPES[case[8]], device=device)
+    launch("summarize_mask", case, mask, scratch, size, values)
     assert (scratch[size:] == 0x5A).all()
     return case, scratch
 
@@ -580,6 +589,119 @@ def test_mask_summary(launch, device, dtype, layout, broadcast):
         launch("read_mask_summary", *summary, entries, bits)
         assert torch.equal(entries.cpu().view(torch.int32), expected_entries)
         assert torch.equal(bits.cpu(), expected_bits)
+
+
+def expected_normal_rows(values, shape):
+    """[batch, heads, row blocks, key blocks]: bits of the rows with an element above -1e5. Rows
+    past the last one have the bit, unless one row stands for all."""
+    keys = shape[3] if values.size(3) > 1 else -(-shape[3] // 64) * 64
+    row_blocks, key_blocks = -(-shape[2] // 64), -(-keys // 64)
+    all_rows = shape[2] if values.size(2) > 1 else 64 * row_blocks
+    bias = values.float().expand(*shape[:2], all_rows, keys)
+    normal = torch.ones(*shape[:2], 64 * row_blocks, key_blocks, dtype=torch.int64)
+    for key_block in range(key_blocks):
+        block = bias[..., 64 * key_block : 64 * key_block + 64]
+        normal[:, :, :all_rows, key_block] = (block > -1e5).any(3).long()
+    shifts = torch.arange(64)[:, None]
+    return (normal.unflatten(2, (row_blocks, 64)) << shifts).sum(3)
+
+
+@only_cuda
+@pytest.mark.parametrize("dtype", MASK_DTYPES[1:], ids=["f16", "bf16", "f32"])
+@each_layout
+@pytest.mark.parametrize("broadcast", BROADCASTS, ids=str)
+def test_normal_rows(launch, device, dtype, layout, broadcast):
+    for shape in SUMMARY_SHAPES:
+        values = random_mask(dtype, *(1 if dim in broadcast else shape[dim] for dim in range(4)))
+        expected = expected_normal_rows(values, shape)
+        entries = expected_summary(values, shape)[0].view(torch.float32)
+        far = ((entries < -1e30) & (entries > -INF)).any().item()
+        for value in (1.0, INF):
+            case, scratch = summarize(launch, device, lay_out(values, layout), shape, value)
+            rows = torch.empty(expected.shape, dtype=torch.int64, device=device)
+            may_skip = torch.empty(1, dtype=torch.int32, device=device)
+            launch("read_normal_rows", case, scratch, rows, may_skip)
+            assert torch.equal(rows.cpu(), expected)
+            assert may_skip.item() == (far and value == 1.0)
+
+
+@only_cuda
+def test_a_bool_mask_has_no_far_blocks(launch, device):
+    mask = torch.ones(1, 1, 64, 64, dtype=torch.uint8)
+    case, scratch = summarize(launch, device, mask, (1, 1, 64, 64))
+    rows = torch.empty(1, dtype=torch.int64, device=device)
+    may_skip = torch.empty(1, dtype=torch.int32, device=device)
+    launch("read_normal_rows", case, scratch, rows, may_skip)
+    assert may_skip.item() == 0
+
+
+def is_unsafe(launch, device, tensors, scale=1, far=1):
+    """The flag that value_range.cu sets for query, key and value, anywhere in larger buffers."""
+    query, key, _ = tensors
+    sizes = [*query.shape[:2], key.shape[1], query.shape[2], key.shape[2], query.shape[3]]
+    strides = [0 if x.size(d) == 1 else x.stride(d) for x in tensors for d in range(3)]
+    case = torch.tensor([*sizes, DTYPES.index(query.dtype), *strides])
+    buffers = [
+        torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).to(device)[x.storage_offset() :]
+        for x in tensors
+    ]
+    flags = torch.tensor([far, 0], dtype=torch.int32, device=device)
+    launch("value_range", case, *buffers, scale, flags)
+    assert flags[0] == far
+    return bool(flags[1])
+
+
+@only_cuda
+@each_dtype
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 96, 128, 256])
+def test_value_range(launch, device, dtype, head_dim):
+    """A single element decides, wherever it lies; what surrounds the tensors does not."""
+    largest = torch.finfo(dtype).max
+    below, above = torch.tensor([9.96e11, 1.01e12]).to(dtype).tolist()
+    for shapes in (
+        [(2, 3, 1, head_dim), (2, 1, 700, head_dim), (2, 1, 700, head_dim)],
+        [(1, 2, 1500, head_dim), (1, 2, 33, head_dim), (1, 2, 33, head_dim)],
+    ):
+        tensors = []
+        for batch, heads, rows, cols in shapes:
+            memory = torch.full((batch, rows + 1, heads, cols + 8), float("nan"), dtype=dtype)
+            tensors.append(memory.transpose(1, 2)[:, :, :rows, :cols].copy_(torch.randn(cols)))
+        assert not is_unsafe(launch, device, tensors)
+        assert is_unsafe(launch, device, tensors, scale=257)
+        for i, tensor in enumerate(tensors):
+            last = tuple(size - 1 for size in tensor.shape)
+            places = [last, (0, 0, 0, 0)]
+            places += [tuple(int(torch.randint(n, ())) for n in tensor.shape) for _ in range(4)]
+            for place in places:
+                saved = tensor[place].item()
+                for wrong in (float("nan"), INF, -INF):
+                    tensor[place] = wrong
+                    assert is_unsafe(launch, device, tensors)
+                assert not is_unsafe(launch, device, tensors, far=0)
+                for number in (largest, -largest):
+                    tensor[place] = number
+                    assert is_unsafe(launch, device, tensors) == (i < 2 and dtype == DTYPES[1])
+                for number in (below, -below) if dtype == DTYPES[1] else ():
+                    tensor[place] = number
+                    assert not is_unsafe(launch, device, tensors)
+                for number in (above, -above) if dtype == DTYPES[1] else ():
+                    tensor[place] = number
+                    assert is_unsafe(launch, device, tensors) == (i < 2)
+                tensor[place] = saved
+
+
+@only_cuda
+@each_dtype
+def test_value_range_of_expanded_tensors(launch, device, dtype):
+    """Dimensions that are not there in memory do not have to be read, whatever their length."""
+    shape = (1000, 1000, 2**31 - 1000, 64)
+    row = torch.randn(64).to(dtype)
+    tensors = [row.clone().expand(shape) for _ in range(3)]
+    assert not is_unsafe(launch, device, tensors)
+    for tensor in tensors:
+        tensor[0, 0, 0, 63] = INF
+        assert is_unsafe(launch, device, tensors)
+        tensor[0, 0, 0, 63] = 1.0
 
 
 @only_cuda

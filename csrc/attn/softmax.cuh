@@ -5,6 +5,7 @@
 // A lane holds 2 kM rows (two per 16-row tile), each row spread over the four lanes of a quad.
 #pragma once
 #include "../tile/fragment.cuh"
+#include "mask_summary.cuh"
 #include "scheduler.cuh"
 
 namespace fa::attn {
@@ -22,9 +23,8 @@ struct OnlineSoftmax {
   // The same for exponentiate_at_once, as the largest sum of a lane's P in a tile.
   static constexpr float kSumLimit = 32768.f;
 
-  // Of mask biases: below the first, fp32 keeps enough of a score beside it; scores that are lower
-  // by the second have no weight.
-  static constexpr float kFarBias = 1e5f, kFarther = 1e30f;
+  // Scores that are lower by this have no weight.
+  static constexpr float kFarther = 1e30f;
 
   float row_max[kRows];  // reference of the exponent, in units of the scores; -inf before the first
                          // visible key
@@ -136,8 +136,7 @@ struct OnlineSoftmax {
   }
 
   // Raw scores to P. In slices (slice g of kSlices) that a product can interleave with its own
-  // instructions.
-  // bias, with kNatural: what is added to all finished scores.
+  // instructions. bias, with kNatural: what is added to all finished scores; see takes_bias.
   template <int kSlices, int kN>
   FA_DEVICE void exponentiate_at_once(tile::Accumulator<kM, kN>& rS, int g, float scale_log2,
                                       float bias = 0.f) {
@@ -156,15 +155,21 @@ struct OnlineSoftmax {
     }
   }
 
-  FA_DEVICE bool accept(float bias = 0.f) {
+  // Whether that is right with a bias, for all rows of the warp. A far one swallows the score that
+  // it is added to, and here it is added to the reference: no difference only where the rows have
+  // seen scores so much higher that all is 0.
+  FA_DEVICE bool takes_bias(float bias) const {
+    if (!kNatural || fabsf(bias) < -kFarBias) return true;
+    bool farther = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) farther &= row_max[r] - bias > kFarther;
+    return __all_sync(0xffffffff, farther);
+  }
+
+  FA_DEVICE bool accept() {
     bool good = true;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      good &= tile_sum[r] < kSumLimit;  // false for NaN
-      // A far bias swallows the score that it is added to, and here it was added to the reference:
-      // no difference only where the row has seen scores so much higher that all is 0.
-      if constexpr (kNatural) good &= fabsf(bias) < kFarBias || row_max[r] - bias > kFarther;
-    }
+    for (int r = 0; r < kRows; ++r) good &= tile_sum[r] < kSumLimit;  // false for NaN
     if (!__all_sync(0xffffffff, good)) return false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row_sum[r] += tile_sum[r];

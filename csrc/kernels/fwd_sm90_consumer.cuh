@@ -269,11 +269,14 @@ class Consumer {
     if constexpr (kMasked) {
       rescale = softmax_with_max(n, entry);
     } else {
-      softmax_.template exponentiate_at_once<1>(rS_, 0, order_.scale_log2, entry);
-      if (!softmax_.accept(entry)) {
-        tile::warp_qk<kDtype, kHeadDim, kBlockM>(rS_, ptx::smem_addr(smem_.sQ[q_stage]),
-                                                 64 * consumer_ + 16 * warp(),
-                                                 ptx::smem_addr(smem_.sK[now.stage()]), lane());
+      const bool at_once = softmax_.takes_bias(entry);
+      if (at_once) softmax_.template exponentiate_at_once<1>(rS_, 0, order_.scale_log2, entry);
+      if (!at_once || !softmax_.accept()) {
+        if (at_once) {
+          tile::warp_qk<kDtype, kHeadDim, kBlockM>(rS_, ptx::smem_addr(smem_.sQ[q_stage]),
+                                                   64 * consumer_ + 16 * warp(),
+                                                   ptx::smem_addr(smem_.sK[now.stage()]), lane());
+        }
         rescale = softmax_with_max<false>(n, entry);
       }
     }

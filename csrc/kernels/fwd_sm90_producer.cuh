@@ -22,7 +22,6 @@ class Producer {
     while (index < order_.num_tiles) {
       work_ = attn::tile_of_cta(order_, index);
       row_ = work_.m_block * kBlockM;
-      ticket_ = 0;
       next_ = index + gridDim.x;
       const BlockRange range = block_range<kBlockN>(p_, row_, kBlockM);
       // Nothing before this touches global memory, and what the consumers write waits for what is
@@ -34,7 +33,7 @@ class Producer {
         load_tile(range);
       }
       // Every CTA draws until it is past the end: this was the last draw of all.
-      if (leader() && queue_.counter != nullptr && ticket_ == order_.num_tiles - 1)
+      if (leader() && queue_.counter != nullptr && next_ == order_.num_tiles - 1 + gridDim.x)
         *queue_.counter = 0;
       index = Config::kTensor ? __shfl_sync(0xffffffff, next_, 0) : next_;
     }
@@ -58,8 +57,7 @@ class Producer {
   // of the atomic.
   FA_DEVICE void take_next() {
     if (queue_.counter == nullptr) return;
-    ticket_ = atomicAdd(queue_.counter, 1);
-    next_ = ticket_ + gridDim.x;
+    next_ = atomicAdd(queue_.counter, 1) + gridDim.x;
   }
 
   FA_DEVICE void load_tile(const BlockRange& range) {
@@ -71,11 +69,15 @@ class Producer {
     if (Config::kQStages > 1 && any) load_k(range.last);
 #pragma unroll
     for (int c = kConsumers - 2; c >= 0; --c) load_q(c);
+    // Before the arithmetic of publish_tile, which would delay it; not with two stages, where this
+    // would wait for the consumers, and they for publish_tile.
+    constexpr bool kEarly = Config::kStages > 2;
+    if (kEarly && range.first < range.last) load_k(range.last - 1);
     publish_tile(range.first, range.last);
 #pragma unroll 1
     for (int n = range.last; n > range.first; --n) {
       if (n == min(range.last, range.first + 2)) take_next();
-      load_k(n - 1);
+      if (!kEarly || n < range.last) load_k(n - 1);
       load_v(n);
     }
     if (range.first >= range.last) take_next();
@@ -154,16 +156,37 @@ class Producer {
       bool any = false;
 #pragma unroll
       for (int c = 0; c < kConsumers; ++c)
-        any |= !(x[c] < -Config::Softmax::kFarBias);  // true for mixed entries
+        any |= !(x[c] < attn::kFarBias);  // true for mixed entries
       return any;
     }
   };
+
+  // A bit for each warpgroup whose rows get exactly nothing from far blocks: each row sees a normal
+  // bias in a block that the band leaves whole, and query, key and value are safe.
+  FA_DEVICE unsigned find_skips(const attn::MaskSummary& summary) const {
+    if (!summary.may_skip()) return 0;
+    unsigned skips = 0;
+#pragma unroll 1
+    for (int c = 0; c < kConsumers; ++c) {
+      const BlockRange own = block_range<kBlockN>(p_, row_ + 64 * c, 64);
+      const int first = max(own.first, own.full_first), last = min(own.last, own.full_last);
+      uint64_t rows = 0;
+#pragma unroll 1
+      for (int n = last - ptx::lane_id(); n >= first; n -= 32)
+        rows |= summary.normal_rows(row_ / kBlockN + c, n);
+      const uint32_t low = __reduce_or_sync(0xffffffff, static_cast<uint32_t>(rows)),
+                     high = __reduce_or_sync(0xffffffff, static_cast<uint32_t>(rows >> 32));
+      if ((low & high) == ~0u) skips |= 1u << c;
+    }
+    return skips;
+  }
 
   // Two passes over the blocks from last to first: in the second, those that the mask moves so far
   // down that they count only in rows that see nothing else. So the rows have their references from
   // normal scores by then, and these blocks need no maximum.
   FA_DEVICE void load_masked_tile(const BlockRange& range) {
     const attn::MaskSummary summary(p_, work_.batch_idx, work_.head_idx);
+    const unsigned skips = find_skips(summary);
     BlockRange own[kConsumers];
 #pragma unroll
     for (int c = 0; c < kConsumers; ++c) own[c] = block_range<kBlockN>(p_, row_ + 64 * c, 64);
@@ -173,6 +196,7 @@ class Producer {
       for (int c = 0; c < kConsumers; ++c) {
         const bool inside = n >= own[c].first && n <= own[c].last;
         entries.x[c] = inside ? summary.entry(row_ / kBlockN + c, n) : -INFINITY;
+        if ((skips >> c & 1) && attn::is_far(entries.x[c])) entries.x[c] = -INFINITY;
       }
       return entries;
     };
@@ -231,7 +255,7 @@ class Producer {
   typename Config::QRing q_pos_;
   attn::WorkTile work_;
   int row_;
-  unsigned ticket_, next_;
+  unsigned next_;
 };
 
 }  // namespace fa::sm90

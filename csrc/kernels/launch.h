@@ -38,8 +38,10 @@ cudaError_t launch_fwd_sm90(const FwdParams& params, FwdTileShape shape, int num
 
 // Finds what every kMaskSummaryBlock x kMaskSummaryBlock block of a mask tensor holds
 // (attn/mask_summary.cuh), so that attention kernels skip what is hidden, add what is constant and
-// read bits where every element is 0 or -inf.
+// read bits where every element is 0 or -inf. launch_value_range, which it calls for additive
+// masks, reads query, key and value: may attention skip what a mask moves far down as well?
 int64_t mask_summary_bytes(const FwdParams& params);
 cudaError_t launch_mask_summary(const FwdParams& params, cudaStream_t stream);
+cudaError_t launch_value_range(const FwdParams& params, cudaStream_t stream);
 
 }  // namespace fa

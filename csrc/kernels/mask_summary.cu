@@ -1,8 +1,8 @@
 // mask_summary.cu: what each 64 x 64 block of a mask tensor holds, so that attention skips what is
 // hidden, adds what is constant, and reads one bit where every element is 0 or -inf.
 //
-//   mask [batch][heads][seqlen_q][seqlen_k], by its strides ──► entries, bits
-//                                                               (layout: attn/mask_summary.cuh)
+//   mask [batch][heads][seqlen_q][seqlen_k], by its strides ──► entries, bits; of additive masks,
+//                              normal_rows and flags as well    (layout: attn/mask_summary.cuh)
 //
 //   one warp a block; are its rows contiguous, on 16-byte boundaries, cut off at one?
 //     yes   a load is 16 bytes a lane: 8, 4 or 2 rows of elements of 1, 2 or 4 bytes     ─┐
@@ -34,6 +34,9 @@ constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kBlock = kMaskSummaryBlock;
 constexpr unsigned kAllLanes = 0xffffffff;
 
+template <class Element>
+constexpr bool kAdditive = !std::is_same_v<Element, uint8_t>;
+
 using BlockBits = unsigned char[kBlock][kBlock / 8];  // [rows][keys / 8]
 
 // A block of the mask, cut off at seqlen_q and seqlen_k, and what a lane has seen of it. Loads past
@@ -45,9 +48,10 @@ struct Block {
   int64_t row_stride, key_stride;
   int rows, keys;  // at least 1
   float bias;      // of the first element
-  // A bool mask leaves both to its bits.
-  bool constant;  // all elements equal bias
-  bool binary;    // all elements are 0 or -inf
+  // A bool mask leaves the first two to its bits, and has no use for the third.
+  bool constant;         // all elements equal bias
+  bool binary;           // all elements are 0 or -inf
+  uint64_t normal_rows;  // bit r: an element of row r is normal
 };
 
 // The bits of four bytes: bit i is set where byte i is not 0.
@@ -56,15 +60,22 @@ FA_DEVICE uint32_t nonzero_bytes(uint32_t bytes) {
   return (high * 0x00204081) >> 28;  // bits 7, 15, 23 and 31 to 28 ... 31; no two terms meet
 }
 
-// The bits of the elements in 16 bytes.
-FA_DEVICE uint32_t scan_chunk(const uint4& chunk, Block<uint8_t>&) {
-  return nonzero_bytes(chunk.x) | nonzero_bytes(chunk.y) << 4 | nonzero_bytes(chunk.z) << 8 |
-         nonzero_bytes(chunk.w) << 12;
+// What the elements in 16 bytes of a row say of it.
+struct ChunkBits {
+  uint32_t visible;  // one for each element
+  bool normal;       // one of them is
+};
+
+FA_DEVICE ChunkBits scan_chunk(const uint4& chunk, Block<uint8_t>&) {
+  const uint32_t visible = nonzero_bytes(chunk.x) | nonzero_bytes(chunk.y) << 4 |
+                           nonzero_bytes(chunk.z) << 8 | nonzero_bytes(chunk.w) << 12;
+  return {visible, false};
 }
 
-FA_DEVICE uint32_t scan_chunk(const uint4& chunk, Block<float>& block) {
+FA_DEVICE ChunkBits scan_chunk(const uint4& chunk, Block<float>& block) {
   const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
   uint32_t bits = 0;
+  float largest = -INFINITY;
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     const float bias = __uint_as_float(words[e]);
@@ -72,18 +83,26 @@ FA_DEVICE uint32_t scan_chunk(const uint4& chunk, Block<float>& block) {
     block.constant &= bias == block.bias;
     block.binary &= visible || bias == -INFINITY;
     bits |= static_cast<uint32_t>(visible) << e;
+    largest = fmaxf(largest, bias);  // not NaN
   }
-  return bits;
+  return {bits, largest > attn::kFarBias};
 }
 
 FA_DEVICE __half2 splat(__half v) { return __half2half2(v); }
 FA_DEVICE __nv_bfloat162 splat(__nv_bfloat16 v) { return __bfloat162bfloat162(v); }
 
+// The largest numbers that are not normal: -inf and -100352.
+FA_DEVICE __half2 largest_far(__half) { return splat(__float2half_rd(attn::kFarBias)); }
+FA_DEVICE __nv_bfloat162 largest_far(__nv_bfloat16) {
+  return splat(__float2bfloat16_rd(attn::kFarBias));
+}
+
 template <class Element>  // of 16 bits
-FA_DEVICE uint32_t scan_chunk(const uint4& chunk, Block<Element>& block) {
+FA_DEVICE ChunkBits scan_chunk(const uint4& chunk, Block<Element>& block) {
   const auto first = splat(static_cast<Element>(block.bias)),
              zero = splat(static_cast<Element>(0.f));
   const auto hidden = splat(static_cast<Element>(-INFINITY));
+  auto largest = hidden;
   const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
   uint32_t all_equal = ~0u, all_binary = ~0u, bits = 0;
 #pragma unroll
@@ -93,10 +112,11 @@ FA_DEVICE uint32_t scan_chunk(const uint4& chunk, Block<Element>& block) {
     all_equal &= __heq2_mask(pair, first);
     all_binary &= visible | __heq2_mask(pair, hidden);
     bits |= visible & (0x00020001 << 2 * i);
+    largest = __hmax2(largest, pair);  // not NaN
   }
   block.constant &= all_equal == ~0u;
   block.binary &= all_binary == ~0u;
-  return (bits | bits >> 16) & 0xff;
+  return {(bits | bits >> 16) & 0xff, __hgt2_mask(largest, largest_far(Element{})) != 0};
 }
 
 // For rows that are contiguous and start on 16-byte boundaries, if no 16 bytes lie across seqlen_k.
@@ -115,9 +135,11 @@ FA_DEVICE void scan_chunks(Block<Element>& block, BlockBits& sBits, int lane) {
       chunks[i] = __ldg(reinterpret_cast<const uint4*>(source));
       if (first + lane_row + (i + 1) * kRows < block.rows) source += kRows * block.row_stride;
     }
+    uint32_t normal_rows = 0;  // bit i * kRows: of the row of load i
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      uint32_t bits = scan_chunk(chunks[i], block);
+      auto [bits, normal] = scan_chunk(chunks[i], block);
+      if constexpr (kAdditive<Element>) normal_rows |= static_cast<uint32_t>(normal) << i * kRows;
       unsigned char* row_bits = sBits[first + lane_row + i * kRows];
       if constexpr (kElements == 16) {
         *reinterpret_cast<uint16_t*>(row_bits + 2 * chunk) = static_cast<uint16_t>(bits);
@@ -128,6 +150,8 @@ FA_DEVICE void scan_chunks(Block<Element>& block, BlockBits& sBits, int lane) {
         if (chunk % 2 == 0) row_bits[chunk / 2] = static_cast<unsigned char>(bits);
       }
     }
+    if constexpr (kAdditive<Element>)
+      block.normal_rows |= uint64_t{normal_rows} << (first + lane_row);
   }
 }
 
@@ -147,6 +171,7 @@ FA_DEVICE void scan_elements(Block<Element>& block, BlockBits& sBits, int lane) 
       elements[i][1] = __ldg(source + to_second);
       if (first + i + 1 < block.rows) source += block.row_stride;
     }
+    uint32_t normal_rows = 0;
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       uint32_t words[2];
@@ -154,15 +179,32 @@ FA_DEVICE void scan_elements(Block<Element>& block, BlockBits& sBits, int lane) 
       for (int half = 0; half < 2; ++half) {
         const float bias = attn::mask_bias(elements[i][half]);
         const bool visible = bias == 0.f;
-        if constexpr (!std::is_same_v<Element, uint8_t>) {
+        if constexpr (kAdditive<Element>) {
           block.constant &= bias == block.bias;
           block.binary &= visible || bias == -INFINITY;
+          normal_rows |= static_cast<uint32_t>(bias > attn::kFarBias) << i;
         }
         words[half] = __ballot_sync(kAllLanes, visible);
       }
       if (lane == 0) *reinterpret_cast<uint2*>(sBits[first + i]) = make_uint2(words[0], words[1]);
     }
+    if constexpr (kAdditive<Element>) block.normal_rows |= uint64_t{normal_rows} << first;
   }
+}
+
+// What attention needs to know to leave out far blocks. entry: of this block, in lane 0.
+template <class Element>
+FA_DEVICE void store_normal_rows(const Block<Element>& block, const attn::MaskSummaryShape& shape,
+                                 void* scratch, unsigned block_idx, float entry, int lane) {
+  const uint32_t low = static_cast<uint32_t>(block.normal_rows),
+                 high = static_cast<uint32_t>(block.normal_rows >> 32);
+  uint64_t rows = __reduce_or_sync(kAllLanes, low) | uint64_t{__reduce_or_sync(kAllLanes, high)}
+                                                         << 32;
+  if (shape.rows == 1) rows = rows & 1 ? ~uint64_t{0} : 0;  // it stands for all
+  if (block.rows < kBlock && shape.rows > 1) rows |= ~uint64_t{0} << block.rows;
+  if (lane != 0) return;
+  shape.normal_rows(scratch)[block_idx] = rows;
+  if (attn::is_far(entry) && entry != -INFINITY) shape.flags(scratch)->far = 1;
 }
 
 template <class Element>
@@ -191,6 +233,7 @@ __global__ void __launch_bounds__(kThreads)
   block.keys = block.key_stride ? min(kBlock, p.seqlen_k - key_begin) : kBlock;
   block.bias = attn::mask_bias(__ldg(block.first));
   block.constant = block.binary = true;
+  block.normal_rows = 0;
   if (rows_aligned && block.keys % (16 / sizeof(Element)) == 0) {
     scan_chunks(block, sBits[warp], lane);
   } else {
@@ -204,16 +247,17 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = 0; i < 2; ++i) {
     const int row = lane + 32 * i;
     bits[i] = *reinterpret_cast<const uint64_t*>(sBits[warp][row]) & inside;
-    if constexpr (std::is_same_v<Element, uint8_t>)
+    if constexpr (!kAdditive<Element>)
       block.constant &= row >= block.rows || bits[i] == (block.bias == 0.f ? inside : 0);
   }
   const bool constant = __all_sync(kAllLanes, block.constant);
   const bool binary = __all_sync(kAllLanes, block.binary);
-  if (lane == 0) {
-    const float bias = block.bias == 0.f ? 0.f : block.bias;  // not -0
-    const float code = __uint_as_float(binary ? attn::kMixedBits : attn::kMixedElements);
-    static_cast<float*>(p.mask_summary)[block_idx] = constant ? bias : code;
-  }
+  const float bias = block.bias == 0.f ? 0.f : block.bias;  // not -0
+  const float code = __uint_as_float(binary ? attn::kMixedBits : attn::kMixedElements);
+  const float entry = constant ? bias : code;
+  if (lane == 0) static_cast<float*>(p.mask_summary)[block_idx] = entry;
+  if constexpr (kAdditive<Element>)
+    store_normal_rows(block, shape, p.mask_summary, block_idx, entry, lane);
   if (constant || !binary) return;
   auto* gBits = reinterpret_cast<uint64_t*>(static_cast<unsigned char*>(p.mask_summary) +
                                             shape.bits_offset_bytes());
@@ -227,8 +271,16 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Element>
 cudaError_t launch_element(const FwdParams& p, cudaStream_t stream) {
-  const int64_t blocks = attn::MaskSummaryShape(p).entries();
+  const attn::MaskSummaryShape shape(p);
+  const int64_t blocks = shape.entries();
   if (blocks > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
+  if (shape.additive) {
+    if (const cudaError_t status =
+            cudaMemsetAsync(shape.flags(p.mask_summary), 0, sizeof(attn::SkipFlags), stream);
+        status != cudaSuccess) {
+      return status;
+    }
+  }
   constexpr int64_t kElements = 16 / sizeof(Element);
   const bool rows_aligned = reinterpret_cast<uintptr_t>(p.mask) % 16 == 0 &&
                             p.mask_stride[0] % kElements == 0 &&
@@ -237,7 +289,8 @@ cudaError_t launch_element(const FwdParams& p, cudaStream_t stream) {
   mask_summary_kernel<Element>
       <<<static_cast<unsigned>((blocks + kWarps - 1) / kWarps), kThreads, 0, stream>>>(
           p, static_cast<unsigned>(blocks), rows_aligned);
-  return cudaGetLastError();
+  const cudaError_t status = cudaGetLastError();
+  return shape.additive && status == cudaSuccess ? launch_value_range(p, stream) : status;
 }
 
 }  // namespace
