@@ -9,6 +9,7 @@ where each one ends and which bytes nobody wrote.
 """
 
 import argparse
+import concurrent.futures
 import json
 import os
 import re
@@ -38,11 +39,20 @@ CASES = [
         torch.float16, batch=1, heads=(1, 1), seqlens=(150, 70), is_causal=True, bottom_right=True
     ),
     Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(200, 200), window=(20, 5), head_dim=96),
+    # Many tiles and blocks, so that every ring of the Hopper kernel comes round, and a window.
+    Case(torch.bfloat16, batch=3, heads=(16, 4), seqlens=(520, 700), head_dim=128, is_causal=True),
+    Case(torch.float16, batch=3, heads=(16, 4), seqlens=(700, 520), window=(150, 90), head_dim=64),
+    Case(torch.bfloat16, batch=1, heads=(40, 8), seqlens=(520, 390), head_dim=256),
+    # The portable kernel where the Hopper kernel would be taken for a positive scale.
+    Case(torch.float16, batch=1, heads=(2, 1), seqlens=(129, 200), head_dim=64, scale=-0.1),
+    Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(130, 257), head_dim=128, scale=-0.1),
+    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(65, 129), head_dim=256, scale=-0.1),
     # Masks of every dtype, with rows and tiles that are hidden, and broadcast by strides.
     Case(torch.float16, heads=(2, 1), seqlens=(70, 140), mask="bool-bhqk"),
     Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(70, 140), mask="own-11qk", head_dim=128),
     Case(torch.float16, seqlens=(66, 129), mask="f32-b11k-expanded", is_causal=True),
     Case(torch.float16, batch=1, seqlens=(66, 129), mask="bool-bhqk-inside", head_dim=256),
+    Case(torch.bfloat16, batch=1, heads=(2, 1), seqlens=(300, 300), mask="lowest-11qk"),
     # Rows that cannot be loaded as they lie, at the very end of their memory.
     Case(torch.float16, batch=1, heads=(1, 1), seqlens=(66, 129), head_dim=33, layout="offset1"),
     Case(
@@ -118,11 +128,13 @@ def run_tool(sanitizer, tool):
 
 
 def sanitize(tools=TOOLS):
-    """The results of all tools, as dictionaries that json can write."""
+    """The results of all tools, as dictionaries that json can write. The tools run side by side:
+    each keeps a core busy, and the GPU hardly."""
     sanitizer = find_sanitizer()
     results = []
-    for tool in tools:
-        result = run_tool(sanitizer, tool)
+    with concurrent.futures.ThreadPoolExecutor(len(tools)) as pool:
+        finished = list(pool.map(lambda tool: run_tool(sanitizer, tool), tools))
+    for tool, result in zip(tools, finished, strict=True):
         verdict = "clean" if result["clean"] else f"NOT clean, exit status {result['status']}"
         print(f"{tool}: {verdict}, {result['seconds']} s", flush=True)
         for line in result.get("output", ()):
