@@ -126,6 +126,42 @@ def test_largest_float16_values(device):
         assert (out == 65504.0).all()
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("first_keys", [False, True], ids=["larger scores", "first keys"])
+def test_maximum_that_moves_behind_hidden_blocks(device, head_dim, first_keys):
+    """Blocks that the mask hides from some rows only. The keys beyond have larger scores than all
+    before, or are the first ones of some rows: sums and weights have to follow together."""
+    query, key, value = qkv((2, 1), (192, 512), head_dim, device=device)
+    mask = torch.ones(192, 512, dtype=torch.bool)
+    for i in range(3):
+        rows = slice(64 * i, 64 * i + 64)
+        mask[rows, 128:192] = mask[rows, 256 + 64 * i : 320 + 64 * i] = False
+        mask[64 * i : 64 * i + 8, 192 if first_keys else 512 :] = False
+    if not first_keys:
+        key[:, :, 64:128] *= 8
+    check(query, key, value, mask.to(device))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("size", [128.0, 512.0, 2048.0, 16384.0, 32768.0])
+def test_equal_scores_however_large(device, dtype, masked, size):
+    """Weights are the same, and the output is the mean of value, whatever the scores are. Powers of
+    two, whose products have the same sum in every order."""
+    for head_dim in (64, 128):
+        query = torch.full((1, 1, 70, head_dim), size, dtype=dtype, device=device)
+        key = torch.full((1, 1, 300, head_dim), size, dtype=dtype, device=device)
+        value = randn(1, 1, 300, head_dim, dtype=dtype, device=device)
+        mask = torch.ones(70, 300, dtype=torch.bool, device=device) if masked else None
+        out, lse = forward(query, key, value, mask)
+        mean = value.double().mean(-2, keepdim=True).expand_as(out)
+        torch.testing.assert_close(out.double(), mean, rtol=1e-2, atol=2e-3)
+        score = query[0, 0, 0].double() @ key[0, 0, 0].double() / head_dim**0.5
+        torch.testing.assert_close(
+            lse.double(), torch.full_like(lse, score).double(), rtol=1e-5, atol=6
+        )
+
+
 @pytest.mark.parametrize("jump", [3.0, 6.0, 12.0, 30.0, 90.0, 1000.0])
 def test_maximum_that_moves(device, jump):
     """The largest score of a row rises from tile to tile, in either direction or up and down, by

@@ -22,6 +22,8 @@ struct OnlineSoftmax {
   static constexpr float kRescaleThreshold = 8.f;
   // The same for exponentiate_at_once, as the largest sum of a lane's P in a tile.
   static constexpr float kSumLimit = 32768.f;
+  // Scaled references, in base 2, up to which half an ulp is at most 2^-11 and 1/2.
+  static constexpr float kExactReference = 8192.f, kNearReference = 8388608.f;
 
   // Scores that are lower by this have no weight.
   static constexpr float kFarther = 1e30f;
@@ -110,8 +112,8 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& s = rS.x[r / 2][n][2 * (r % 2) + i];
-          s = ptx::ex2_approx_ftz(kNatural ? (s - reference) * kLog2E
-                                           : fmaf(s, scale_log2, -(reference * scale_log2)));
+          // Not one FFMA: the rounded product of a large reference would be off by more than 1.
+          s = ptx::ex2_approx_ftz((s - reference) * factor(scale_log2));
         }
         row_sum[r] += rS.x[r / 2][n][2 * (r % 2)] + rS.x[r / 2][n][2 * (r % 2) + 1];
       }
@@ -123,7 +125,8 @@ struct OnlineSoftmax {
   // in the sums (at or above kSumLimit, inf or NaN, and so does a row that has no reference yet):
   // then accept() is false, nothing was added, and the caller computes these scores again for the
   // three functions above. As exact as they are: O may be 2^15 larger than its end value meanwhile,
-  // which fits fp32 for |V| up to 1e33.
+  // which fits fp32 for |V| up to 1e33; and the exponent, one FFMA, is off by half an ulp of the
+  // scaled reference, so accept() is false as well where that is large.
 
   // Gives rows without a reference (nothing summed so far) the maximum of some of their raw scores.
   template <int kN>
@@ -166,14 +169,33 @@ struct OnlineSoftmax {
     return __all_sync(0xffffffff, farther);
   }
 
-  FA_DEVICE bool accept() {
+  FA_DEVICE bool accept(float scale_log2, float bias = 0.f) {
     bool good = true;
+    float largest = 0.f;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) good &= tile_sum[r] < kSumLimit;  // false for NaN
-    if (!__all_sync(0xffffffff, good)) return false;
+    for (int r = 0; r < kRows; ++r) {
+      good &= tile_sum[r] < kSumLimit;  // false for NaN
+      largest = fmaxf(largest, fabsf(kNatural ? row_max[r] - bias : row_max[r]));
+    }
+    const bool near = largest * factor(scale_log2) < kExactReference;
+    if (!__all_sync(0xffffffff, good && (near || kills(scale_log2, bias)))) return false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row_sum[r] += tile_sum[r];
     return true;
+  }
+
+  // Whether all of the lane's P are 0 in the rows whose reference is large: half a unit of the
+  // exponent does not matter to what is 0 with it, nor does any error to what a far bias makes 0.
+  FA_DEVICE bool kills(float scale_log2, float bias) const {
+    bool all = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const float reference = kNatural ? row_max[r] - bias : row_max[r];
+      const float exponent = fabsf(reference * factor(scale_log2));
+      all &= exponent < kExactReference || (tile_sum[r] == 0.f && exponent < kNearReference) ||
+             (kNatural && reference > kFarther);
+    }
+    return all;
   }
 
   // Divides the rows of rO by their sums and returns their LSE. A row without a visible key gets 0

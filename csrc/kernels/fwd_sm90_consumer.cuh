@@ -225,7 +225,8 @@ class Consumer {
   FA_DEVICE void masked_loop() {
     {
       const auto& block = smem_.block[pos_.stage()];
-      softmax_with_max(block.n, block.entry[consumer_]);
+      // O is there already after hidden blocks, and 0 in the first loop of a tile.
+      if (softmax_with_max(block.n, block.entry[consumer_])) softmax_.scale_output(rO_, alpha_);
     }
     arrive(smem_.empty_k[pos_.stage()]);
     pos_.advance();
@@ -271,7 +272,7 @@ class Consumer {
     } else {
       const bool at_once = softmax_.takes_bias(entry);
       if (at_once) softmax_.template exponentiate_at_once<1>(rS_, 0, order_.scale_log2, entry);
-      if (!at_once || !softmax_.accept()) {
+      if (!at_once || !softmax_.accept(order_.scale_log2, entry)) {
         if (at_once) {
           tile::warp_qk<kDtype, kHeadDim, kBlockM>(rS_, ptx::smem_addr(smem_.sQ[q_stage]),
                                                    64 * consumer_ + 16 * warp(),

@@ -78,7 +78,7 @@ struct FwdConfig {
   static constexpr int kOutRows = kOutputInQ ? kBlockM : 64;  // between the panels of O
   // A warpgroup that passes over the blocks of others holds at most one more.
   static_assert(!kTensor || kBlockN == kMaskSummaryBlock);
-  static_assert((kBlockM - 64) / kBlockN < kStages);
+  static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN + 1 <= kStages);
 
   using Ring = tile::RingPosition<kStages>;
   using QRing = tile::RingPosition<kQStages>;
