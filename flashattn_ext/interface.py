@@ -528,7 +528,8 @@ def forward_kernel(
     Returns:
         A string such as "fwd_sm90 192x64: sm_90, rows that the bulk copy engine can take" or
         "fwd_sm80 64x64: scale is not positive": the kernel, the query rows of a tile and the keys
-        of a block, and the reason. Nothing is launched.
+        of a block, and the reason; "none: no query or no key" where there is nothing to do, "cpu"
+        for the CPU. Nothing is launched. For tensors with memory: not for tracing.
 
     Raises:
         RuntimeError: whatever the operator refuses.

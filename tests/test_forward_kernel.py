@@ -33,6 +33,8 @@ def test_refuses_what_the_operator_refuses(device):
     query, key, value = tensors(device)
     with pytest.raises(RuntimeError, match="value: shape must equal that of key"):
         flashattn_ext.forward_kernel(query, key, value[:, :, :-1])
+    with pytest.raises(RuntimeError, match="query: dtype must be float16"):
+        flashattn_ext.forward_kernel(query.int(), key.int(), value.int())
 
 
 only_hopper = pytest.mark.skipif(not HOPPER, reason="no Hopper GPU, or built without sm_90a")

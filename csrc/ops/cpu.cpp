@@ -332,6 +332,13 @@ at::Tensor operand(const at::Tensor& tensor, at::ScalarType dtype) {
   return rows_fit ? converted : converted.contiguous();
 }
 
+void check_dtype(const at::Tensor& query) {
+  const at::ScalarType dtype = query.scalar_type();
+  TORCH_CHECK(
+      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
+      "query: dtype must be float16, bfloat16, float32 or float64, got ", dtype);
+}
+
 std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& query, const at::Tensor& key,
                                                const at::Tensor& value,
                                                const std::optional<at::Tensor>& attn_mask,
@@ -340,11 +347,9 @@ std::tuple<at::Tensor, at::Tensor> forward_cpu(const at::Tensor& query, const at
                                                bool bottom_right) {
   const Problem problem = check_forward(query, key, value, attn_mask, is_causal, scale, window_left,
                                         window_right, bottom_right);
-  const at::ScalarType dtype = query.scalar_type();
-  TORCH_CHECK(
-      dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-      "query: dtype must be float16, bfloat16, float32 or float64, got ", dtype);
+  check_dtype(query);
 
+  const at::ScalarType dtype = query.scalar_type();
   const at::ScalarType compute = dtype == at::kDouble ? at::kDouble : at::kFloat;
   at::Tensor out = at::empty_like(query);
   at::Tensor lse =
@@ -372,6 +377,7 @@ std::string forward_kernel_cpu(const at::Tensor& query, const at::Tensor& key,
                                int64_t window_right, bool bottom_right) {
   check_forward(query, key, value, attn_mask, is_causal, scale, window_left, window_right,
                 bottom_right);
+  check_dtype(query);
   return "cpu: query is on the CPU";
 }
 

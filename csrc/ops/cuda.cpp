@@ -56,10 +56,11 @@ void check_launch(cudaError_t status, const cudaDeviceProp& device) {
   const bool no_kernel = status == cudaErrorNoKernelImageForDevice ||
                          status == cudaErrorInvalidDeviceFunction ||
                          status == cudaErrorUnsupportedPtxVersion;
-  TORCH_CHECK(
-      !no_kernel, "fa::forward: no kernel for ", device.name, " (sm_", device.major, device.minor,
-      ") in this build, which has ", FA_CUDA_ARCHS, " (", cudaGetErrorString(status),
-      "); reinstall flashattn_ext with TORCH_CUDA_ARCH_LIST=", device.major, ".", device.minor);
+  TORCH_CHECK(!no_kernel, "fa::forward: no kernel for ", device.name, " (sm_", device.major,
+              device.minor, ") in this build, which has ", FA_CUDA_ARCHS, " (",
+              cudaGetErrorString(status),
+              "); reinstall flashattn_ext with TORCH_CUDA_ARCH_LIST=", device.major, ".",
+              device.minor, device.major == 9 ? "a" : "");
   TORCH_CHECK(false, "fa::forward: CUDA error ", cudaGetErrorName(status), ": ",
               cudaGetErrorString(status));
 }
