@@ -27,14 +27,16 @@ struct OnlineSoftmax {
 
   // Scores that are lower by this have no weight.
   static constexpr float kFarther = 1e30f;
+  static constexpr float kSwallowingBias = -1e37f;  // see swallowed
 
   float row_max[kRows];  // reference of the exponent, in units of the scores; -inf before the first
                          // visible key
   float row_sum[kRows];  // this lane's part of the sum of P
+  bool near;             // all references of the lane are below kExactReference, in base 2
   float tile_max[kRows];  // of the tile at hand
   float tile_sum[kRows];
 
-  FA_DEVICE OnlineSoftmax() {
+  FA_DEVICE OnlineSoftmax() : near(false) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       row_max[r] = -INFINITY;
@@ -81,7 +83,15 @@ struct OnlineSoftmax {
       alpha[r] = ptx::ex2_approx_ftz((old_max - finite_or_zero(row_max[r])) * factor(scale_log2));
       row_sum[r] *= alpha[r];
     }
+    note_references(scale_log2);
     return true;
+  }
+
+  FA_DEVICE void note_references(float scale_log2) {
+    near = true;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+      near &= fabsf(row_max[r] * factor(scale_log2)) < kExactReference;
   }
 
   template <int kD>
@@ -136,6 +146,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       if (row_max[r] == -INFINITY) row_max[r] = kNatural ? tile_max[r] * scale : tile_max[r];
     }
+    note_references(scale * kLog2E);
   }
 
   // Raw scores to P. In slices (slice g of kSlices) that a product can interleave with its own
@@ -169,16 +180,40 @@ struct OnlineSoftmax {
     return __all_sync(0xffffffff, farther);
   }
 
+  // Whether all rows of the warp have seen nothing but scores with this bias, and it is so large
+  // that it swallowed them: then P is 1. Scores have to be below 1e29, half an ulp of such a bias.
+  FA_DEVICE bool swallowed(float bias) const {
+    bool all = bias < kSwallowingBias;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) all &= row_max[r] == bias;
+    return __all_sync(0xffffffff, all);
+  }
+
+  template <int kN>
+  FA_DEVICE void fill_with_ones(tile::Accumulator<kM, kN>& rS) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int m = 0; m < kM; ++m)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) rS.x[m][n][e] = 1.f;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row_sum[r] += 2.f * kN;
+  }
+
+  // kNoted: `near` is kept in a register; otherwise found again from the references, for kernels
+  // that have none to spare.
+  template <bool kNoted>
   FA_DEVICE bool accept(float scale_log2, float bias = 0.f) {
     bool good = true;
-    float largest = 0.f;
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      good &= tile_sum[r] < kSumLimit;  // false for NaN
-      largest = fmaxf(largest, fabsf(kNatural ? row_max[r] - bias : row_max[r]));
+    for (int r = 0; r < kRows; ++r) good &= tile_sum[r] < kSumLimit;  // false for NaN
+    if constexpr (!kNoted) note_references(scale_log2);
+    const bool exact = near && (!kNatural || fabsf(bias) * kLog2E < kExactReference);
+    if (!__all_sync(0xffffffff, good && exact) &&
+        !__all_sync(0xffffffff, good && (exact || kills(scale_log2, bias)))) {
+      return false;
     }
-    const bool near = largest * factor(scale_log2) < kExactReference;
-    if (!__all_sync(0xffffffff, good && (near || kills(scale_log2, bias)))) return false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) row_sum[r] += tile_sum[r];
     return true;

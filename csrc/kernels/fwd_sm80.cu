@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
       product_qk(rS_a, sK_block, nothing);
       if constexpr (kPieces == 1) {
         softmax.template exponentiate_at_once<1>(rS_a, 0, order.scale_log2);
-        if (softmax.accept(order.scale_log2)) {
+        if (softmax.template accept<false>(order.scale_log2)) {
           tile::gemm_pv<kDtype>(rO, rS_a, sV_block, nothing);
           piece = 1;
         }
@@ -352,12 +352,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
         product_qk(rS_b, sK_block + kPieceBytes, [&](int g) {
           softmax.template exponentiate_at_once<kGroupsQk>(rS_a, g, order.scale_log2);
         });
-        if (softmax.accept(order.scale_log2)) {
+        if (softmax.template accept<false>(order.scale_log2)) {
           tile::gemm_pv<kDtype>(rO, rS_a, sV_block, [&](int g) {
             softmax.template exponentiate_at_once<kGroupsPv>(rS_b, g, order.scale_log2);
           });
           piece = 1;
-          if (softmax.accept(order.scale_log2)) {
+          if (softmax.template accept<false>(order.scale_log2)) {
             tile::gemm_pv<kDtype>(rO, rS_b, sV_block + kPieceBytes, nothing);
             piece = 2;
           }

@@ -271,8 +271,15 @@ class Consumer {
       rescale = softmax_with_max(n, entry);
     } else {
       const bool at_once = softmax_.takes_bias(entry);
-      if (at_once) softmax_.template exponentiate_at_once<1>(rS_, 0, order_.scale_log2, entry);
-      if (!at_once || !softmax_.accept(order_.scale_log2, entry)) {
+      bool done = false;
+      if (at_once) {
+        softmax_.template exponentiate_at_once<1>(rS_, 0, order_.scale_log2, entry);
+        done = softmax_.template accept<true>(order_.scale_log2, entry);
+      } else if (attn::MaskSummary(p_, 0, 0).may_skip() && softmax_.swallowed(entry)) {
+        softmax_.fill_with_ones(rS_);
+        done = true;
+      }
+      if (!done) {
         if (at_once) {
           tile::warp_qk<kDtype, kHeadDim, kBlockM>(rS_, ptx::smem_addr(smem_.sQ[q_stage]),
                                                    64 * consumer_ + 16 * warp(),
