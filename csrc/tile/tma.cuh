@@ -22,8 +22,8 @@ FA_DEVICE void tma_load(uint32_t smem, uint32_t panel_bytes, const CUtensorMap* 
 }
 
 // Called by one thread, after a fence_proxy_async of those that wrote the tile: kCols columns from
-// first_col on. The box of the map has the rows. Whole pieces of 16 bytes are written: head_dim has to
-// be a multiple of 8.
+// first_col on. The box of the map has the rows. Whole pieces of 16 bytes are written: head_dim has
+// to be a multiple of 8.
 template <int kCols>
 FA_DEVICE void tma_store(const CUtensorMap* map, uint32_t smem, uint32_t panel_bytes, int first_col,
                          int head_dim, int row, int head, int batch) {
