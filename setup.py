@@ -92,7 +92,7 @@ def with_sm90a(reason: str | None) -> bool:
 
 def extension(reason: str | None):
     """The one extension module, _C; with `reason` it has the CPU backend only."""
-    sources = [f"csrc/ops/{name}.cpp" for name in ("library", "autograd", "cpu")]
+    sources = ["csrc/ops/library.cpp", "csrc/ops/cpu.cpp"]
     macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
     macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]
     hopper = with_sm90a(reason)

@@ -1,7 +1,8 @@
-// The schemas of the operators, and what this build contains. The implementations are registered by
-// cpu.cpp, cuda.cpp and autograd.cpp, the fake kernel in Python.
+// The schema of the operator, and what this build contains. The implementations are registered by
+// cpu.cpp and cuda.cpp, the fake kernel in Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 #include <torch/version.h>
 
@@ -36,6 +37,11 @@ TORCH_LIBRARY(fa, m) {
       "forward_kernel(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "bool is_causal=False, float? scale=None, *, SymInt window_left=-1, "
       "SymInt window_right=-1, bool bottom_right=False) -> str");
+}
+
+// Without this, an output would silently come without a gradient.
+TORCH_LIBRARY_IMPL(fa, Autograd, m) {
+  m.impl("forward", torch::autograd::autogradNotImplementedFallback());
 }
 
 namespace {
