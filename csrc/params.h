@@ -24,6 +24,9 @@ enum class MaskDtype : int {
 // Rows and keys of a block of FwdParams::mask_summary.
 constexpr int kMaskSummaryBlock = 64;
 
+// Kernels scale scores into base 2.
+constexpr float kLog2E = 1.4426950408889634f;
+
 // "No limit" for window_left and window_right. Small enough that row + window never overflows an
 // int64_t.
 constexpr int64_t kUnlimited = int64_t{1} << 40;

@@ -2,6 +2,8 @@
 // plain C: what tests/test_primitives.py compiles, calls and compares with loops on the host. And
 // csrc/kernels/mask_summary.cu and value_range.cu, whose results no operator returns.
 //
+// One file, though above 700 lines: one library, compiled once a worker, and one set of helpers.
+//
 // A launcher takes device pointers (dense tensors, shapes beside the kernels) and int64_t, waits
 // for its kernel and returns the cudaError_t. Tiles get into shared memory by store_tile and out of
 // registers by each(), so that every kernel depends on as few building blocks as it can.

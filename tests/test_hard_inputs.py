@@ -133,12 +133,14 @@ def test_maximum_that_moves_behind_hidden_blocks(device, head_dim, first_keys):
     before, or are the first ones of some rows: sums and weights have to follow together."""
     query, key, value = qkv((2, 1), (192, 512), head_dim, device=device)
     mask = torch.ones(192, 512, dtype=torch.bool)
-    for i in range(3):
-        rows = slice(64 * i, 64 * i + 64)
-        mask[rows, 128:192] = mask[rows, 256 + 64 * i : 320 + 64 * i] = False
-        mask[64 * i : 64 * i + 8, 192 if first_keys else 512 :] = False
+    for i in range(3):  # block 2 + i is hidden from 64 rows, and loaded for the others
+        first = 64 * (2 + i)
+        mask[64 * i : 64 * i + 64, first : first + 64] = False
+        if first_keys:
+            mask[64 * i : 64 * i + 8, first:] = False
     if not first_keys:
-        key[:, :, 64:128] *= 8
+        for block, factor in ((3, 4), (2, 8), (1, 16)):
+            key[:, :, 64 * block : 64 * block + 64] *= factor
     check(query, key, value, mask.to(device))
 
 

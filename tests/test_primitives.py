@@ -1,6 +1,8 @@
 """The building blocks of the CUDA kernels, one at a time: tests/primitives.cu against plain loops.
 
 Products use small integers, which are exact in every order of summation: results must be equal.
+
+One file, though above 700 lines: every worker of pytest compiles the library once for it.
 """
 
 import ctypes

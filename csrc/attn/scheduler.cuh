@@ -57,8 +57,6 @@ struct TileOrder {
   unsigned num_tiles;
 };
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 // For tiles of block_m query rows and sections whose keys and values take section_bytes.
 inline TileOrder make_tile_order(const FwdParams& p, int block_m, int64_t section_bytes) {
   const int64_t m_blocks = (p.seqlen_q + block_m - 1) / block_m;

@@ -6,7 +6,6 @@
 #pragma once
 #include "../tile/fragment.cuh"
 #include "mask_summary.cuh"
-#include "scheduler.cuh"
 
 namespace fa::attn {
 
@@ -25,7 +24,7 @@ struct OnlineSoftmax {
   // Scaled references, in base 2, up to which half an ulp is at most 2^-11 and 1/2.
   static constexpr float kExactReference = 8192.f, kNearReference = 8388608.f;
 
-  // Scores that are lower by this have no weight.
+  // See takes_bias: scores that are lower by this have no weight.
   static constexpr float kFarther = 1e30f;
   static constexpr float kSwallowingBias = -1e37f;  // see swallowed
 
@@ -201,7 +200,8 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) row_sum[r] += 2.f * kN;
   }
 
-  // kNoted: `near` is kept in a register; otherwise found again from the references, for kernels
+  // Adds the sums of exponentiate_at_once, unless something is wrong with them: see there. kNoted:
+  // `near` is kept in a register; otherwise found again from the references, for kernels
   // that have none to spare.
   template <bool kNoted>
   FA_DEVICE bool accept(float scale_log2, float bias = 0.f) {

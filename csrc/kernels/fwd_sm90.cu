@@ -8,7 +8,7 @@
 // rows see. Its scores S become P and P becomes the operand of P V without leaving its registers.
 //
 //   time ------>         tile t                                  | tile t + 1
-//   producer   TMA       | Q' K9  K8 V9  K7 V8 ...    Q"(t+1) ... K0 V1 V0 | K5 K4 V5 ...
+//   producer   TMA       | Q K9 K8  V9 K7  V8 K6  ...  K0 V1 V0 | Q K5 K4  V5 ...    runs ahead
 //   consumer   tensor    | S9 | S8  P9 V | S7  P8 V | ... | S0  P1 V | P0 V, S5(t+1) | S4 ...
 //   rows 0-63  other     |    P9=m,2^S   P8=2^S     P7=2^S ...    P0=2^S  | store O  P5=m,2^S
 //   consumer   the same, on rows 64-127 (and 128-191), drifting freely: the tensor cores take
@@ -20,12 +20,14 @@
 //   attn/softmax.cuh. Where accept() says no, that warp computes its 16 rows of S again by
 //   mma.sync, for the other warps of the warpgroup may not need theirs, and takes the maximum.
 //
-//   shared      head_dim 64     sQ [2][192][64]   sK, sV [4][128][64]   176 KiB
-//               head_dim 128    sQ [2][192][128]  sK, sV [4][64][128]   224 KiB   or
+//   shared      head_dim 64     sQ [2][192][64]   sK, sV [4][128][64]   176 KiB   (kTall)
+//                               sQ [2][128][64]   sK, sV [4][128][64]   160 KiB   (kWide)
+//               head_dim 128    sQ [2][192][128]  sK, sV [4][64][128]   224 KiB   (kTall)
 //                               sQ [2][128][128]  sK, sV [2][128][128]  192 KiB   (kWide)
 //                               sQ [2][128][128]  sK, sV [4][64][128]   192 KiB   (kSmall)
 //               head_dim 256    sQ [1][128][256]  sK, sV [2][64][256]   192 KiB   + sO 32 KiB
-//   registers   three consumers: producer 32, consumers 160; two: 40 and 232 (setmaxnreg)
+//   registers   producer 32, three consumers 160 (with a mask tensor 56 and 152);
+//               producer 40, two consumers 232 (setmaxnreg)
 //
 //   barriers    full_q[stage][wg]   TMA of 64 rows and the TileInfo -> that warpgroup
 //               empty_q[stage]      O has left the buffer (or the last Q K^T is over) -> producer

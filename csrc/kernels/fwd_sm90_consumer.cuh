@@ -2,6 +2,7 @@
 #pragma once
 #include "../attn/mask.cuh"
 #include "../attn/mask_summary.cuh"
+#include "../attn/scheduler.cuh"
 #include "../tile/mma_sm90.cuh"
 #include "../tile/tma.cuh"
 #include "fwd_sm90_tile.cuh"
@@ -371,7 +372,7 @@ class Consumer {
     stored_ = false;
   }
 
-  // Stores O and LSE of the tile that q_state belongs to. What it is comes from shared
+  // Stores O and LSE of the tile that q_state belongs to. Which one that is comes from shared
   // memory, so that nothing of it occupies a register during the main loop.
   FA_DEVICE void store_output(int q_state) {
     const auto& info = smem_.tile[q_state % 2];

@@ -76,8 +76,8 @@ struct FwdConfig {
   static constexpr bool kOutputInQ = kQStages == 2;
   static constexpr int kOutCols = kOutputInQ ? kHeadDim : 128;
   static constexpr int kOutRows = kOutputInQ ? kBlockM : 64;  // between the panels of O
-  // A warpgroup that passes over the blocks of others holds at most one more.
   static_assert(!kTensor || kBlockN == kMaskSummaryBlock);
+  // A warpgroup that passes over the blocks of others holds at most one more.
   static_assert((kBlockM - 64 + kBlockN - 1) / kBlockN + 1 <= kStages);
 
   using Ring = tile::RingPosition<kStages>;
