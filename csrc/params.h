@@ -76,4 +76,36 @@ struct FwdParams {
   MaskDtype mask_dtype;
 };
 
+// Backward. The gradients of out = softmax(scale * query @ key^T + mask) @ value, from what forward
+// saved. Rows of query, key, value, out and grad_out are as FwdParams asks of its inputs; rows of
+// the gradients may start anywhere.
+//
+// The accumulator of grad_query is a sequence of blocks of 128 numbers, each an accumulator of
+// mma.m16n8: element e of lane l at 4 l + e. See GradQueryLayout.
+struct BwdParams {
+  FwdParams fwd;  // out is read, lse as well; mask_summary is filled with MaskMode::kTensor
+
+  const void* grad_out;  // [batch, heads_q, seqlen_q, head_dim]
+  void* grad_query;      // [batch, heads_q, seqlen_q, head_dim]
+  void* grad_key;        // [batch, heads_k, seqlen_k, head_dim]
+  void* grad_value;      // [batch, heads_k, seqlen_k, head_dim]
+
+  int64_t grad_out_stride[3];    // batch, head, row
+  int64_t grad_query_stride[3];  // batch, head, row
+  int64_t grad_key_stride[3];    // batch, head, row
+  int64_t grad_value_stride[3];  // batch, head, row
+
+  // Scratch in float32, on 16-byte boundaries; filled by launch_bwd_pre. rows_rounded is seqlen_q
+  // rounded up to whole blocks of rows of the kernel, cols_rounded head_dim to its instance.
+  float* delta;     // [batch, heads_q, rows_rounded], sum of out * grad_out; 0 past the end
+  float* lse_log2;  // [batch, heads_q, rows_rounded], LSE in base 2; +inf, which makes P = 0, for
+                    // rows past the end and for rows that see no key
+  float* grad_query_accum;  // [batch, heads_q, rows_rounded * cols_rounded], zeros
+  // Deterministic only, null otherwise: how many key blocks have added to a block of query rows.
+  unsigned* turns;  // [batch, heads_q, rows_rounded / block_m], zeros
+
+  int rows_rounded;
+  int cols_rounded;
+};
+
 }  // namespace fa

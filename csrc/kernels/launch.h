@@ -44,4 +44,30 @@ int64_t mask_summary_bytes(const FwdParams& params);
 cudaError_t launch_mask_summary(const FwdParams& params, cudaStream_t stream);
 cudaError_t launch_value_range(const FwdParams& params, cudaStream_t stream);
 
+// Backward, in three launches on one stream: launch_bwd_pre, one of the two kernels, and
+// launch_bwd_post, which rounds grad_query_accum to grad_query. grad_key and grad_value are summed
+// over the query heads of a key head inside a CTA. With params.turns, key blocks add to a block of
+// query rows in a fixed order, so that results repeat bit by bit.
+//
+// How a head's grad_query_accum [rows_rounded][cols_rounded] is cut into accumulators of mma.m16n8:
+enum class GradQueryLayout : int {
+  kRows,        // of 16 rows and 8 columns: block (row / 16) * (cols_rounded / 8) + col / 8
+  kTransposed,  // of 16 columns and 8 rows: block (row / 8) * (cols_rounded / 16) + col / 16
+};
+struct BwdShape {
+  KernelShape kernel;
+  int cols_rounded;  // the instance of head_dim
+  GradQueryLayout layout;
+};
+// Portable (mma.sync, sm_80 and newer); takes everything.
+BwdShape describe_bwd_sm80(int head_dim, int smem_limit_bytes);
+cudaError_t launch_bwd_sm80(const BwdParams& params, int smem_limit_bytes, cudaStream_t stream);
+// Hopper (TMA and wgmma, sm_90a): no mask tensor, scale > 0, rows of every tensor in 16-byte
+// pieces.
+BwdShape describe_bwd_sm90(int head_dim);
+cudaError_t launch_bwd_sm90(const BwdParams& params, int num_sms, cudaStream_t stream);
+
+cudaError_t launch_bwd_pre(const BwdParams& params, int block_m, cudaStream_t stream);
+cudaError_t launch_bwd_post(const BwdParams& params, GradQueryLayout layout, cudaStream_t stream);
+
 }  // namespace fa
