@@ -447,7 +447,8 @@ __global__ void mask_words_kernel(const __grid_constant__ FwdParams p, int key_b
   const int head_idx = (i /= p.seqlen_q) % p.heads_q, batch_idx = i / p.heads_q;
   const attn::MaskSummary summary(p, batch_idx, head_idx);
   const float entry = summary.entry(row / kMaskSummaryBlock, key_block);
-  bits = attn::is_mixed_bits(entry) ? summary.bits(row, key_block) : 0;
+  const bool stored = attn::is_mixed_bits(entry) || attn::is_mixed_far(entry);
+  bits = stored ? summary.bits(row, key_block) : 0;
 }
 
 // gRows [batch][heads][row_blocks][key_blocks]: normal_rows of an additive mask without broadcast.

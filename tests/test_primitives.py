@@ -520,14 +520,16 @@ def test_mask_tensor(launch, device, dtype, layout, row_tiles):
 
 
 # Of csrc/attn/mask_summary.cuh, as int32.
-MIXED_BITS, MIXED_ELEMENTS = 0x7FC00001, 0x7FC00002
+MIXED_BITS, MIXED_FAR, MIXED_ELEMENTS = 0x7FC00001, 0x7FC00002, 0x7FC00003
 
 
 def expected_entry(block):
     first = block.flatten()[0]
     if (block == first).all():
         return (first + 0.0).view(torch.int32).item()  # -0 + 0 is 0
-    return MIXED_BITS if ((block == 0) | (block == -INF)).all() else MIXED_ELEMENTS
+    if ((block == 0) | (block == -INF)).all():
+        return MIXED_BITS
+    return MIXED_FAR if ((block == 0) | (block < -1e30)).all() else MIXED_ELEMENTS
 
 
 def expected_summary(values, shape):
@@ -544,7 +546,9 @@ def expected_summary(values, shape):
     seen = torch.zeros(*shape[:3], 64 * key_blocks, dtype=torch.int64)
     seen[..., :keys] = bias == 0
     bits = (seen.unflatten(3, (key_blocks, 64)) << torch.arange(64)).sum(4)
-    used = (entries == MIXED_BITS).repeat_interleave(64, 2)[:, :, : shape[2]]
+    used = ((entries == MIXED_BITS) | (entries == MIXED_FAR)).repeat_interleave(64, 2)[
+        :, :, : shape[2]
+    ]
     return entries, bits * used
 
 

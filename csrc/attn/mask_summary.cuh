@@ -10,9 +10,9 @@
 //
 // An entry is the bias that all elements of the block inside seqlen_q x seqlen_k share, in units of
 // the scores: -inf hides the block, 0 leaves it as it is. Otherwise it is one of the codes below.
-// Bits are there for blocks with kMixedBits alone: bit j says that key 64 * block + j is visible to
-// the row. Those past seqlen_k are 0, except in a mask that broadcasts the keys, whose one word per
-// row holds 64 equal bits.
+// Bits are there for blocks with kMixedBits and kMixedFar: bit j says that key 64 * block + j has
+// bias 0 for the row. Those past seqlen_k are 0, except in a mask that broadcasts the keys, whose
+// one word per row holds 64 equal bits.
 //
 // Blocks with an entry below kSkipBias are far. To what a row gets from a key with a normal bias,
 // one above kFarBias, a far block adds exactly 0, provided that query and key are so small that
@@ -22,21 +22,23 @@
 //   have the bit; where the mask broadcasts the rows, all have that of the one row;
 // - the flags say whether there is a far block (far), and whether the tensors or the scale are too
 //   large (unsafe; kernels/value_range.cu, which looks at them if there is one).
+// Of blocks with kMixedFar it may then take the bits for those of kMixedBits.
 #pragma once
 #include "../params.h"
 #include "../ptx/common.cuh"
 
 namespace fa::attn {
 
-// Bit patterns of entries without a common bias, two quiet NaN.
+// Bit patterns of entries without a common bias, three quiet NaN in a row.
 constexpr uint32_t kMixedBits = 0x7fc00001;      // every element is 0 or -inf
-constexpr uint32_t kMixedElements = 0x7fc00002;  // there are others, NaN included
+constexpr uint32_t kMixedFar = 0x7fc00002;       // every element is 0 or far, or -inf
+constexpr uint32_t kMixedElements = 0x7fc00003;  // there are others, NaN included
 
 FA_DEVICE bool is_constant(float entry) {
-  const uint32_t bits = __float_as_uint(entry);
-  return bits != kMixedBits && bits != kMixedElements;
+  return __float_as_uint(entry) - kMixedBits > kMixedElements - kMixedBits;
 }
 FA_DEVICE bool is_mixed_bits(float entry) { return __float_as_uint(entry) == kMixedBits; }
+FA_DEVICE bool is_mixed_far(float entry) { return __float_as_uint(entry) == kMixedFar; }
 
 // Of biases: beside those below the first, fp32 keeps little of a score, beside the second none.
 constexpr float kFarBias = -1e5f, kSkipBias = -1e30f;

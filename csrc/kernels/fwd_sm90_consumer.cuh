@@ -240,7 +240,10 @@ class Consumer {
       const auto& block = smem_.block[pos_.stage()];
       const int n = uniform(block.n);
       const float entry = block.entry[consumer_];
-      if (uniform(attn::is_constant(entry) && !is_cut(n))) {
+      const bool whole = uniform(attn::is_constant(entry) && !is_cut(n));
+      if (whole && all_swallowed(entry)) {
+        next = step_of_ones();
+      } else if (whole) {
         next = step<false>(n, entry);
       } else {
         next = step<true>(n, entry);
@@ -305,6 +308,32 @@ class Consumer {
     tile::pin(rO_);
     arrive(smem_.empty_v[before.stage()]);
     if (rescale) softmax_.scale_output(rO_, alpha_);
+    tile::pack_operand_a<kDtype>(rP_, rS_);
+    return next;
+  }
+
+  // With a mask tensor: whether P of a whole block is 1 in all rows of the warpgroup. Few blocks
+  // get as far as the vote: the far ones that some row needs.
+  FA_DEVICE bool all_swallowed(float entry) {
+    if (!uniform(entry < Config::Softmax::kSwallowingBias) ||
+        !attn::MaskSummary(p_, 0, 0).may_skip()) {
+      return false;
+    }
+    return uniform(ptx::bar_red_and(1 + consumer_, 128, softmax_.swallowed(entry)));
+  }
+
+  // Such a block: step without Q K^T, which is half of the work.
+  FA_DEVICE bool step_of_ones() {
+    const uint32_t empty_v = enqueue_last_pv();
+    arrive(smem_.empty_k[pos_.stage()]);
+    pos_.advance();
+    --last_;
+    const bool next = next_is_visible();
+    ptx::wgmma_wait_group<0>();
+    tile::pin(rP_);
+    tile::pin(rO_);
+    if (ptx::elect_sync()) ptx::mbarrier_arrive(empty_v);
+    softmax_.fill_with_ones(rS_);
     tile::pack_operand_a<kDtype>(rP_, rS_);
     return next;
   }

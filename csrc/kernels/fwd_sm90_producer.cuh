@@ -196,7 +196,10 @@ class Producer {
       for (int c = 0; c < kConsumers; ++c) {
         const bool inside = n >= own[c].first && n <= own[c].last;
         entries.x[c] = inside ? summary.entry(row_ / kBlockN + c, n) : -INFINITY;
-        if ((skips >> c & 1) && attn::is_far(entries.x[c])) entries.x[c] = -INFINITY;
+        if (skips >> c & 1) {
+          if (attn::is_far(entries.x[c])) entries.x[c] = -INFINITY;
+          if (attn::is_mixed_far(entries.x[c])) entries.x[c] = __uint_as_float(attn::kMixedBits);
+        }
       }
       return entries;
     };

@@ -9,7 +9,7 @@
 //     no    two loads a row: a key a lane, and the 32nd after it; ballots are the bits   ─┤
 //                                                                                         ▼
 //     bits of the block in shared memory [64 rows][8 bytes]; lane t reads rows t and t + 32
-//     votes: all elements equal to the first? │ all elements 0 or -inf?
+//     votes: all elements equal to the first? │ all elements 0 or -inf? │ 0 or far?
 //     one entry; the bits only where the entry sends attention to them
 //
 // A dimension that the mask broadcasts (stride 0) is read once. The warps of a CTA share nothing.
@@ -48,9 +48,10 @@ struct Block {
   int64_t row_stride, key_stride;
   int rows, keys;  // at least 1
   float bias;      // of the first element
-  // A bool mask leaves the first two to its bits, and has no use for the third.
+  // A bool mask leaves the first to its bits, and has no use for the others.
   bool constant;         // all elements equal bias
   bool binary;           // all elements are 0 or -inf
+  bool binary_far;       // all elements are 0, far or -inf
   uint64_t normal_rows;  // bit r: an element of row r is normal
 };
 
@@ -82,6 +83,7 @@ FA_DEVICE ChunkBits scan_chunk(const uint4& chunk, Block<float>& block) {
     const bool visible = bias == 0.f;
     block.constant &= bias == block.bias;
     block.binary &= visible || bias == -INFINITY;
+    block.binary_far &= visible || bias < attn::kSkipBias;
     bits |= static_cast<uint32_t>(visible) << e;
     largest = fmaxf(largest, bias);  // not NaN
   }
@@ -91,32 +93,37 @@ FA_DEVICE ChunkBits scan_chunk(const uint4& chunk, Block<float>& block) {
 FA_DEVICE __half2 splat(__half v) { return __half2half2(v); }
 FA_DEVICE __nv_bfloat162 splat(__nv_bfloat16 v) { return __bfloat162bfloat162(v); }
 
-// The largest numbers that are not normal: -inf and -100352.
-FA_DEVICE __half2 largest_far(__half) { return splat(__float2half_rd(attn::kFarBias)); }
-FA_DEVICE __nv_bfloat162 largest_far(__nv_bfloat16) {
-  return splat(__float2bfloat16_rd(attn::kFarBias));
+// The largest numbers that are below a limit which has no exact one: of kFarBias -inf and -100352,
+// of kSkipBias -inf and -1.0013e30.
+FA_DEVICE __half2 largest_below(float limit, __half) { return splat(__float2half_rd(limit)); }
+FA_DEVICE __nv_bfloat162 largest_below(float limit, __nv_bfloat16) {
+  return splat(__float2bfloat16_rd(limit));
 }
 
 template <class Element>  // of 16 bits
 FA_DEVICE ChunkBits scan_chunk(const uint4& chunk, Block<Element>& block) {
   const auto first = splat(static_cast<Element>(block.bias)),
              zero = splat(static_cast<Element>(0.f));
-  const auto hidden = splat(static_cast<Element>(-INFINITY));
+  const auto hidden = splat(static_cast<Element>(-INFINITY)),
+             far = largest_below(attn::kSkipBias, Element{});
   auto largest = hidden;
   const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-  uint32_t all_equal = ~0u, all_binary = ~0u, bits = 0;
+  uint32_t all_equal = ~0u, all_binary = ~0u, all_binary_far = ~0u, bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const auto& pair = reinterpret_cast<decltype(first)&>(words[i]);
     const uint32_t visible = __heq2_mask(pair, zero);
     all_equal &= __heq2_mask(pair, first);
     all_binary &= visible | __heq2_mask(pair, hidden);
+    all_binary_far &= visible | __hle2_mask(pair, far);
     bits |= visible & (0x00020001 << 2 * i);
     largest = __hmax2(largest, pair);  // not NaN
   }
   block.constant &= all_equal == ~0u;
   block.binary &= all_binary == ~0u;
-  return {(bits | bits >> 16) & 0xff, __hgt2_mask(largest, largest_far(Element{})) != 0};
+  block.binary_far &= all_binary_far == ~0u;
+  return {(bits | bits >> 16) & 0xff,
+          __hgt2_mask(largest, largest_below(attn::kFarBias, Element{})) != 0};
 }
 
 // For rows that are contiguous and start on 16-byte boundaries, if no 16 bytes lie across seqlen_k.
@@ -182,6 +189,7 @@ FA_DEVICE void scan_elements(Block<Element>& block, BlockBits& sBits, int lane) 
         if constexpr (kAdditive<Element>) {
           block.constant &= bias == block.bias;
           block.binary &= visible || bias == -INFINITY;
+          block.binary_far &= visible || bias < attn::kSkipBias;
           normal_rows |= static_cast<uint32_t>(bias > attn::kFarBias) << i;
         }
         words[half] = __ballot_sync(kAllLanes, visible);
@@ -232,7 +240,7 @@ __global__ void __launch_bounds__(kThreads)
   // One broadcast key stands for 64, which all read it.
   block.keys = block.key_stride ? min(kBlock, p.seqlen_k - key_begin) : kBlock;
   block.bias = attn::mask_bias(__ldg(block.first));
-  block.constant = block.binary = true;
+  block.constant = block.binary = block.binary_far = true;
   block.normal_rows = 0;
   if (rows_aligned && block.keys % (16 / sizeof(Element)) == 0) {
     scan_chunks(block, sBits[warp], lane);
@@ -253,12 +261,15 @@ __global__ void __launch_bounds__(kThreads)
   const bool constant = __all_sync(kAllLanes, block.constant);
   const bool binary = __all_sync(kAllLanes, block.binary);
   const float bias = block.bias == 0.f ? 0.f : block.bias;  // not -0
-  const float code = __uint_as_float(binary ? attn::kMixedBits : attn::kMixedElements);
+  const bool has_bits = !kAdditive<Element> || __all_sync(kAllLanes, block.binary_far);
+  const float code = __uint_as_float(binary     ? attn::kMixedBits
+                                     : has_bits ? attn::kMixedFar
+                                                : attn::kMixedElements);
   const float entry = constant ? bias : code;
   if (lane == 0) static_cast<float*>(p.mask_summary)[block_idx] = entry;
   if constexpr (kAdditive<Element>)
     store_normal_rows(block, shape, p.mask_summary, block_idx, entry, lane);
-  if (constant || !binary) return;
+  if (constant || !has_bits) return;
   auto* gBits = reinterpret_cast<uint64_t*>(static_cast<unsigned char*>(p.mask_summary) +
                                             shape.bits_offset_bytes());
   gBits += (static_cast<int64_t>(slice) * shape.rows + row_begin) * key_blocks + key_block;

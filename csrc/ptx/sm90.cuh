@@ -54,6 +54,19 @@ FA_DEVICE void cp_async_bulk_tensor_4d_store(const CUtensorMap* map, uint32_t sm
       "r"(smem), "r"(x), "r"(y), "r"(z), "r"(w)
       : "memory");
 }
+
+// ---- Bulk copies
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+
+// `bytes` contiguous bytes to shared memory, completing on `barrier`; all multiples of 16.
+FA_DEVICE void cp_async_bulk_load(uint32_t smem, const void* gmem, uint32_t bytes,
+                                  uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(smem),
+      "l"(gmem), "r"(bytes), "r"(barrier)
+      : "memory");
+}
 FA_DEVICE void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -63,6 +76,14 @@ FA_DEVICE void cp_async_bulk_wait_group_read_0() {
 }
 // Shared memory written by ordinary stores becomes visible to the async proxy (TMA, wgmma).
 FA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// ---- Order in global memory
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
+
+// After everything that this thread has seen or done.
+FA_DEVICE void red_release_gpu_global_add_u32(unsigned* gmem, unsigned x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(gmem), "r"(x) : "memory");
+}
 
 // ---- Programmatic dependent launch
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
@@ -103,6 +124,20 @@ FA_DEVICE void setmaxnreg_inc() {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar
 FA_DEVICE void bar_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// The same, and whether the value is true in all these threads.
+FA_DEVICE bool bar_red_and(int barrier, int threads, bool value) {
+  uint32_t all;
+  asm volatile(
+      "{.reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "bar.red.and.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;}"
+      : "=r"(all)
+      : "r"(barrier), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "memory");
+  return all != 0;
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
