@@ -115,6 +115,7 @@ def gpu_suites() -> dict[str, list[Problem]]:
         "seed": [
             small("seed", "seed1", 4, 16, 16, 1024, 1024, 128, "full", half),
             small("seed", "seed2", 2, 16, 8, 1024, 1024, 128, "causal", half),
+            small("seed", "seed2", 2, 16, 8, 1024, 1024, 128, "causal", half, in_l2=True),
             small("seed", "seed1", 4, 16, 16, 1024, 1024, 128, "full"),
             small("seed", "seed2", 2, 16, 8, 1024, 1024, 128, "causal"),
             small("seed", "seed2-mha", 2, 16, 16, 1024, 1024, 128, "causal"),

@@ -211,12 +211,8 @@ def run_problem(
     sets = input_sets(problem, device)
     calls, results = checked_calls(problem, candidates, sets, device)
     graph = problem.graph and device.type == "cuda"
-    timings, failures = measure(calls, device, settings, graph)
     flops = useful_flops(problem)
-    for name, timing in timings.items():
-        results[name] |= asdict(timing) | {"tflops": round(flops / timing.median_us * 1e-6, 4)}
-    for name, reason in failures.items():
-        results[name] = {"error": reason}
+    timings = add_timings(results, calls, flops, device, settings, graph)
     if graph:
         short = replace(settings, samples=min(10, settings.samples), warmup_ms=20.0, reruns=0)
         eager, _ = measure({name: calls[name] for name in timings}, device, short)
@@ -225,7 +221,7 @@ def run_problem(
     kernels = (c.kernel(problem, sets[0]) for c in candidates if c.kernel is not None)
     kernel = next(filter(None, kernels), None)
     return problem_fields(problem) | {
-        "mode": "graph" if graph else "events" if device.type == "cuda" else "host clock",
+        "mode": "graph" if graph else eager_mode(device),
         "input_sets": len(sets),
         "flops": flops,
         "bytes": least_bytes(problem),
@@ -248,28 +244,64 @@ def checked_calls(
         # block.
         poison = torch.full_like(sets[0].query, math.nan)
         del poison
-        try:
-            with candidate.context(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of every backend that it rules out
-                share = reference.error_share(call(sets[0]))
-        except RuntimeError as error:
-            results[candidate.name] = {"error": first_line(error)}
-            synchronize(device)  # an error that killed the device ends the run here
-            continue
-        results[candidate.name] = {"error_share": round(share, 4)}
-        if not share <= 1:
-            results[candidate.name]["wrong"] = f"error {share:.3g} times the tolerance"
-            continue
-        calls[candidate.name] = Call(
-            candidate.context, lambda i, call=call: call(sets[i]), len(sets)
+        results[candidate.name] = checked(
+            candidate.context, lambda call=call: reference.error_share(call(sets[0])), device
         )
+        if not results[candidate.name].keys() & {"error", "wrong"}:
+            calls[candidate.name] = Call(
+                candidate.context, lambda i, call=call: call(sets[i]), len(sets)
+            )
     return calls, results
+
+
+def checked(
+    context: Callable[[], AbstractContextManager],
+    error_share: Callable[[], float],
+    device: torch.device,
+) -> dict:
+    """What the result file says of one check: the error as a share of what is allowed, and `wrong`
+    where that is above 1; or `error`, where the implementation refused."""
+    try:
+        with context(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of every backend that it rules out
+            share = error_share()
+    except RuntimeError as error:
+        synchronize(device)  # an error that killed the device ends the run here
+        return {"error": first_line(error)}
+    result = {"error_share": round(share, 4)}
+    if not share <= 1:
+        result["wrong"] = f"error {share:.3g} times the tolerance"
+    return result
+
+
+def add_timings(
+    results: dict[str, dict],
+    calls: dict[str, Call],
+    flops: int,
+    device: torch.device,
+    settings: Settings,
+    graph: bool = False,
+) -> dict[str, Timing]:
+    """Times the calls interleaved and notes times and TFLOPS in the results, or why there are
+    none."""
+    timings, failures = measure(calls, device, settings, graph)
+    for name, timing in timings.items():
+        tflops = float(f"{flops / timing.median_us * 1e-6:.6g}")  # never 0, however small
+        results[name] |= asdict(timing) | {"tflops": tflops}
+    for name, reason in failures.items():
+        results[name] = {"error": reason}
+    return timings
+
+
+def eager_mode(device: torch.device) -> str:
+    """How eager launches are timed."""
+    return "events" if device.type == "cuda" else "host clock"
 
 
 def problem_fields(problem: Problem) -> dict:
     """What a row of the result file says about its problem."""
     fields = {"label": problem.label()} | asdict(problem)
-    del fields["graph"]
+    del fields["graph"], fields["in_l2"]  # as mode and input_sets say
     return fields | {"dtype": str(problem.dtype).removeprefix("torch.")}
 
 

@@ -11,8 +11,8 @@ Markdown files, by default README.md and benchmarks/results/README.md. A block s
     <!-- benchmark summary h200.json -->
     <!-- end benchmark -->
 
-where the third word is `summary` or `full`, for a result of bench_prefill.py, or `redo`, for one of
-bench_redo.py, and the fourth a file in benchmarks/results.
+where the third word is `summary` or `full`, for a result of bench_prefill.py or bench_backward.py,
+or `redo`, for one of bench_redo.py, and the fourth a file in benchmarks/results.
 
 `bars` prints one line per requirement on the speed on an H200, with the value measured; exit code 1
 if any is missed (bars.py).
@@ -30,7 +30,8 @@ import bars
 import dtype_speed
 import harness
 import host_cost
-from rates import FA3, FA3_LABEL, geomean, launch_rows, speeds, speedup
+import peak_memory
+from rates import FA3, FA3_LABEL, FORWARD, geomean, launch_rows, speeds, speedup
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -94,10 +95,12 @@ def number(value: float | None, digits: int = 0) -> str:
     return f"{value:.{digits}f}"
 
 
-def grid_table(result: dict) -> str:
+def grid_table(result: dict, suite: str = "grid") -> str:
     """Geometric means over the sequence lengths of the grid, by head_dim and mask."""
-    device, names = result["environment"]["device"], labels(result)
-    grid = [row for row in result["rows"] if row["suite"] == "grid"]
+    device = result["environment"]["device"]
+    grid = [row for row in result["rows"] if row["suite"] == suite]
+    ran = {name for row in grid for name in speeds(row, device)}
+    names = {name: label for name, label in labels(result).items() if name in ran}
     groups: dict[str, list[dict]] = {}
     for row in grid:
         groups.setdefault(f"D{row['head_dim']} {row['mask']}", []).append(row)
@@ -115,7 +118,7 @@ def grid_table(result: dict) -> str:
             line.append(number(geomean(ratios) if complete else None, 2))
             line.append(number(min(ratios) if complete else None, 2))
         lines.append(line)
-    heads = ["grid (cells)", *names.values(), "ours/FA2", "min", "ours/best", "min"]
+    heads = [f"{suite} (cells)", *names.values(), "ours/FA2", "min", "ours/best", "min"]
     return table(heads, lines)
 
 
@@ -260,17 +263,86 @@ def summary_block(result: dict) -> str:
     return "\n\n".join(parts)
 
 
-def full_block(result: dict) -> str:
-    """Every problem, ceilings, noise, host cost and the two dtypes beside each other."""
+def heading(result: dict) -> list[str]:
+    """What ran, and the ceilings of the run."""
     rates = ", ".join(f"{name} {value}" for name, value in result["ceilings"].items())
     after = ", ".join(f"{name} {value}" for name, value in result["ceilings_after"].items())
-    parts = [f"{stamp(result)}.", f"Ceilings in the same run: {rates}; at its end: {after}."]
+    return [f"{stamp(result)}.", f"Ceilings in the same run: {rates}; at its end: {after}."]
+
+
+def full_block(result: dict) -> str:
+    """Every problem, ceilings, noise, host cost and the two dtypes beside each other."""
+    parts = heading(result)
     if launch_rows(result):
         parts += [row_table(result, launch_rows(result)), noise_table(result)]
     if host_rows(result):
         parts.append(host_table(result))
     if dtype_rows(result):
         parts.append(dtype_table(result))
+    return "\n\n".join(parts)
+
+
+def suite_rows(result: dict, *suites: str) -> list[dict]:
+    return [row for row in result["rows"] if row["suite"] in suites]
+
+
+def deterministic_table(rows: Iterable[dict]) -> str:
+    """Microseconds of our backward with and without a fixed order of its additions."""
+    lines = []
+    for row in rows:
+        results = row["results"].values()
+        times = [number(r.get("median_us"), 1) for r in results]
+        lines.append([row["label"], *times, number(row.get("slowdown"), 2)])
+    return table(["us of a backward", "ours", "deterministic", "ratio"], lines)
+
+
+def mebibytes(count: int | None) -> str:
+    return number(None if count is None else count / 2**20, 1)
+
+
+def memory_table(result: dict) -> str:
+    """Peak of a forward and a backward above their inputs, and ours over the least of others."""
+    lines = []
+    for row in suite_rows(result, peak_memory.SUITE):
+        peaks = {name: r.get("peak_bytes") for name, r in row["results"].items()}
+        others = [peak for name, peak in peaks.items() if name != "ours" and peak]
+        ours = peaks.get("ours")
+        share = ours / min(others) if ours and others else None
+        cells = [mebibytes(peaks.get(name)) for name in result["labels"]]
+        lines.append([row["label"], *cells, number(share, 2)])
+    return table(["peak MiB", *result["labels"].values(), "ours/least"], lines)
+
+
+def backward_summary(result: dict) -> str:
+    """The block for README: geometric means of the grid and of the portable kernel, the other
+    problems in one line each, and memory."""
+    parts = [f"Backward, TFLOPS of useful work (2.5 times that of the forward). {stamp(result)}."]
+    parts += [grid_table(result, s) for s in ("grid", "portable") if suite_rows(result, s)]
+    if rows := suite_rows(result, "dtype", "stack"):
+        parts.append(row_table(result, rows))
+    slowdowns = [r["slowdown"] for r in suite_rows(result, "deterministic") if "slowdown" in r]
+    if slowdowns:
+        parts.append(
+            f"Deterministic, ours takes {geomean(slowdowns):.2f} times as long (geometric mean of "
+            f"{len(slowdowns)} cells; at most {max(slowdowns):.2f})."
+        )
+    if suite_rows(result, peak_memory.SUITE):
+        parts.append(memory_table(result))
+    return "\n\n".join(parts)
+
+
+def backward_full(result: dict) -> str:
+    """Every problem, ceilings and noise."""
+    rows = suite_rows(result, "grid", "dtype", "portable", "stack")
+    parts = heading(result)
+    if rows:
+        parts.append(row_table(result, rows))
+    if launch_rows(result):
+        parts.append(noise_table(result))
+    if rows := suite_rows(result, "deterministic"):
+        parts.append(deterministic_table(rows))
+    if suite_rows(result, peak_memory.SUITE):
+        parts.append(memory_table(result))
     return "\n\n".join(parts)
 
 
@@ -284,7 +356,12 @@ def redo_block(result: dict) -> str:
     return "\n\n".join(parts)
 
 
-BLOCKS = {"summary": summary_block, "full": full_block, "redo": redo_block}
+# By the benchmark that made a result, in the order of `show`.
+BLOCKS = {
+    "prefill": {"summary": summary_block, "full": full_block},
+    "backward": {"summary": backward_summary, "full": backward_full},
+    "redo": {"redo": redo_block},
+}
 
 
 # ------------------------------------------------------------------------------------------------
@@ -347,7 +424,9 @@ def plot(result: dict, path: Path) -> None:
         drawn.values(), drawn, loc="outside lower center", ncols=len(drawn), frameon=False
     )
     dtype = {row["dtype"] for row in grid}
-    figure.suptitle(f"Attention forward, {', '.join(dtype)}, 16k tokens, {device}", fontsize=12)
+    direction = grid[0].get("direction", FORWARD)
+    title = f"Attention {direction}, {', '.join(dtype)}, 16k tokens, {device}"
+    figure.suptitle(title, fontsize=12)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -363,8 +442,9 @@ def regenerate(text: str) -> str:
         path = RESULTS / match["file"]
         if not path.is_file():
             return f"{match['head']}Not measured yet.\n{match['tail']}"
-        render = BLOCKS[match["kind"]]
-        return f"{match['head']}{render(harness.read_result(path))}\n{match['tail']}"
+        result = harness.read_result(path)
+        render = BLOCKS[result["benchmark"]][match["kind"]]
+        return f"{match['head']}{render(result)}\n{match['tail']}"
 
     return BLOCK.sub(block, text)
 
@@ -399,8 +479,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.command == "show":
         result = harness.read_result(options.result)
-        kinds = ["redo"] if result["benchmark"] == "redo" else ["summary", "full"]
-        print(*(BLOCKS[kind](result) for kind in kinds), sep="\n\n")
+        print(*(render(result) for render in BLOCKS[result["benchmark"]].values()), sep="\n\n")
         if options.plot:
             plot(result, options.plot)
         return 0

@@ -38,6 +38,7 @@ class Problem:
     dtype: torch.dtype = torch.bfloat16
     window: int = -1
     graph: bool = False  # replayed from a CUDA graph; otherwise timed eagerly
+    in_l2: bool = False  # one set of inputs, as when a captured call is replayed
 
     @property
     def padding(self) -> int:
@@ -52,7 +53,8 @@ class Problem:
             lengths += f"x{self.seqlen_k}"
         mask = f"window {self.window + 1}" if self.mask == "window" else self.mask
         dtype = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[self.dtype]
-        return f"{self.name} B{self.batch} H{heads} S{lengths} D{self.head_dim} {mask} {dtype}"
+        shape = f"B{self.batch} H{heads} S{lengths} D{self.head_dim}"
+        return f"{self.name} {shape} {mask} {dtype}" + (" in L2" if self.in_l2 else "")
 
 
 def kept_pairs(
@@ -104,10 +106,11 @@ class Inputs:
 
 def input_sets(problem: Problem, device: torch.device) -> list[Inputs]:
     """Sets of inputs to rotate through, so that together they hold three times the L2 cache; one
-    set when it is that large by itself, and on the CPU. A mask is shared by all sets."""
+    set when it is that large by itself, on the CPU, and where the problem says so. A mask is shared
+    by all sets."""
     p = problem
     count = 1
-    if device.type == "cuda":
+    if device.type == "cuda" and not p.in_l2:
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         count = min(64, math.ceil(3 * l2_bytes / least_bytes(p)))
 

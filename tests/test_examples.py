@@ -11,26 +11,30 @@ import pytest
 CHECKOUT = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted(path.name for path in (CHECKOUT / "examples").glob("*.py"))
 
-# Arguments besides --device, and what must stand in the output.
+# Arguments besides --device, where {tmp} is a folder, and what must stand in the output.
+TRAINING = ["--steps", "4", "--seqlen", "32", "--batch", "2", "--layers", "1"]
 ARGUMENTS = {
+    "train_qwen3.py": [*TRAINING, "--out", "{tmp}/curves.png"],
     "qwen3.py": ["--prompt-length", "32", "--new-tokens", "4"],
     "qwen3_transformers.py": ["--prompt-length", "32", "--new-tokens", "4"],
 }
 PRINTED = {
+    "train_qwen3.py": ["torch", "ours", "final loss", "largest difference of the losses"],
     "quickstart.py": ["ours", "torch", "largest error"],
     "qwen3.py": ["prefill", "tokens/s", "largest logit difference"],
     "qwen3_transformers.py": ["eager", "sdpa", "fa_ext", "first 4 of 4"],
 }
-NEEDS = {"qwen3_transformers.py": "transformers"}
+NEEDS = {"qwen3_transformers.py": "transformers", "train_qwen3.py": "transformers"}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example(device, name):
+def test_example(device, name, tmp_path):
     needed = NEEDS.get(name)
     if needed and importlib.util.find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
+    arguments = [text.format(tmp=tmp_path) for text in ARGUMENTS.get(name, [])]
     result = subprocess.run(
-        [sys.executable, f"examples/{name}", "--device", device, *ARGUMENTS.get(name, [])],
+        [sys.executable, f"examples/{name}", "--device", device, *arguments],
         cwd=CHECKOUT,
         capture_output=True,
         text=True,
@@ -42,6 +46,8 @@ def test_example(device, name):
     assert not re.search(r"\bnan\b", result.stdout)
     if name == "quickstart.py":
         check_quickstart(result.stdout)
+    if name == "train_qwen3.py":
+        check_training(result, tmp_path / "curves.png")
 
 
 def check_quickstart(printed):
@@ -56,3 +62,14 @@ def check_quickstart(printed):
         assert 0 < error <= 2 * torch_error
         for number, torch_number in zip(numbers, torch_numbers, strict=True):
             assert abs(number - torch_number) <= error + torch_error + 1e-4  # four decimals
+
+
+def check_training(result, picture):
+    """Ours is trained by our own backward, and to the losses of torch."""
+    assert "no kernel for" not in result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    rows = [line.split() for line in result.stdout.splitlines()]
+    torchs, ours = ([float(x) for x in row[2:]] for row in rows if row[:1] in (["torch"], ["ours"]))
+    for (first, final), name in ((torchs, "torch"), (ours, "ours")):
+        assert 5 < first < 6 and final < first, name  # log(256) is 5.5
+    assert torchs == pytest.approx(ours, abs=0.02)
