@@ -98,7 +98,8 @@ struct BwdParams {
   // Scratch in float32, on 16-byte boundaries; filled by launch_bwd_pre. rows_rounded is seqlen_q
   // rounded up to whole blocks of rows of the kernel, cols_rounded head_dim to its instance.
   float* delta;     // [batch, heads_q, rows_rounded], sum of out * grad_out; 0 past the end
-  float* lse_log2;  // [batch, heads_q, rows_rounded], LSE in base 2; +inf, which makes P = 0, for
+  float* lse_log2;  // [batch, heads_q, rows_rounded], LSE in base 2, or with a mask tensor what is
+                    // missing in fwd.lse: see kernels/bwd_row_sums.cu; +inf, which makes P = 0, for
                     // rows past the end and for rows that see no key
   float* grad_query_accum;  // [batch, heads_q, rows_rounded * cols_rounded], zeros
   // Deterministic only, null otherwise: how many key blocks have added to a block of query rows.
@@ -106,6 +107,75 @@ struct BwdParams {
 
   int rows_rounded;
   int cols_rounded;
+};
+
+// Keys and values of every sequence of a batch: rows of one tensor each, or spread over pages.
+// Strides count elements; the last dimension has stride 1.
+struct KvCache {
+  void* key;    // [pages, page_size, heads_k, head_dim]; without a table, page b is sequence b
+  void* value;  // [pages, page_size, heads_k, head_dim]
+
+  // [batch, pages of a sequence]: the pages of each, in order. Those beyond its length may hold any
+  // number. Null: one page a sequence.
+  const int* block_table;
+  const int* seqlens;  // [batch], keys in the cache before new ones; null: it is full
+
+  int64_t key_stride[3];    // page, head, row
+  int64_t value_stride[3];  // page, head, row
+  int64_t block_table_stride;
+
+  int page_shift;  // a page has 2^page_shift rows; 31 where a sequence has only one, of any size
+  int capacity;    // of a sequence; lengths outside 0 to capacity are clamped
+  int seqlen_new;  // appended to every sequence by this call: they count, see launch_append_kv
+};
+
+// Attention of few queries over many keys.
+struct DecodeParams {
+  KvCache cache;
+  const void* query;  // [batch, heads_q, seqlen_q, head_dim], by its strides
+  void* out;          // [batch, heads_q, seqlen_q, head_dim], by its strides
+  float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
+
+  // What the splits of the keys contribute, for num_splits > 1: each its own softmax over its keys,
+  // 0 and -inf without any. On 16-byte boundaries; cols_rounded is that of describe_decode.
+  float* partial_out;  // [batch, heads_q, seqlen_q, num_splits, cols_rounded]
+  float* partial_lse;  // [batch, heads_q, seqlen_q, num_splits]
+
+  int64_t query_stride[3];  // batch, head, row
+  int64_t out_stride[3];    // batch, head, row
+
+  int batch;
+  int heads_q;
+  int heads_k;  // divides heads_q
+  int seqlen_q;
+  int head_dim;  // 1 to 256
+  int num_splits;
+  bool zero_tails;  // rows of query, key and value are as FwdParams asks, also where head_dim is no
+                    // multiple of 8; otherwise they may start and end anywhere
+
+  float scale;  // multiplies the raw scores; any sign
+
+  // As in FwdParams, with diagonal = (keys of the sequence) - seqlen_q + diagonal_shift: 0 is the
+  // bottom-right corner.
+  int64_t diagonal_shift;
+  int64_t window_left;   // >= 0, or kUnlimited
+  int64_t window_right;  // >= 0, or kUnlimited
+
+  Dtype dtype;
+};
+
+// New keys and values, written behind those that are there.
+struct AppendParams {
+  KvCache cache;
+  const void* new_key;    // [batch, heads_k, seqlen_new, head_dim], by its strides
+  const void* new_value;  // [batch, heads_k, seqlen_new, head_dim], by its strides
+
+  int64_t new_key_stride[3];    // batch, head, row
+  int64_t new_value_stride[3];  // batch, head, row
+
+  int batch;
+  int heads_k;
+  int head_dim;
 };
 
 }  // namespace fa

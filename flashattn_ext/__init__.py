@@ -36,9 +36,17 @@ from .interface import (  # noqa: E402
     forward_kernel,
     scaled_dot_product_attention,
 )
+from .kvcache import flash_attn_with_kvcache, merge_states  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["build_info", "flash_attn_func", "forward_kernel", "scaled_dot_product_attention"]
+__all__ = [
+    "build_info",
+    "flash_attn_func",
+    "flash_attn_with_kvcache",
+    "forward_kernel",
+    "merge_states",
+    "scaled_dot_product_attention",
+]
 
 
 def __getattr__(name: str):

@@ -58,6 +58,17 @@ def _has_tangent(*tensors):
     )
 
 
+# While torch.compile traces, it keeps the stack of transforms as if they ran.
+@torch.compiler.assume_constant_result
+def _in_functional_derivative():
+    """Whether torch.func.grad, vjp or one made of them runs: our derivative is C++, and they refuse
+    derivatives in C++."""
+    stack = torch._C._functorch.get_interpreter_stack()
+    return stack is not None and any(
+        level.key() == torch._C._functorch.TransformType.Grad for level in stack
+    )
+
+
 def _wrapped_reason(query, key, value):
     """The part of _unsupported_reason for tensors that are more than a block of memory."""
     for tensor in (query, key, value):
@@ -96,13 +107,11 @@ def _unsupported_reason(query, key, value, attn_mask, dropout_p, device_type):
         return f"a head_dim outside 1 to {_MAX_HEAD_DIM}"
     if value.shape[-1] != head_dim and key.shape[-1] == head_dim:
         return "a head_dim of value other than that of query"
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (attn_mask is not None and attn_mask.requires_grad)
-    ):
-        return "inputs that require grad, as there is no backward yet"
+    if torch.is_grad_enabled():
+        if attn_mask is not None and attn_mask.requires_grad:
+            return "a mask that requires grad"
+        if _in_functional_derivative():
+            return "torch.func's derivatives"
     if forward_ad._current_level >= 0 and _has_tangent(query, key, value, attn_mask):
         return "forward-mode derivatives"
     return None
@@ -289,11 +298,19 @@ def scaled_dot_product_attention(
     Under `torch.autocast` query, key, value and an additive mask are cast first, as torch casts
     them.
 
+    Gradients of query, key and value come from our own kernels too, each with the strides of
+    `torch.empty_like` of its tensor; a query that sees no key gets 0. For training query, key,
+    value, the mask, the result and its LSE, `(batch, heads_q, seqlen_q)`, are kept; otherwise
+    nothing. On the CPU gradients are the same in every run; on CUDA they are with
+    `torch.use_deterministic_algorithms(True)`, which costs speed. Gradients of gradients do not
+    exist: asking for one raises.
+
     Calls that the kernels cannot do run torch's own function and return its result; a warning says
-    so, once per reason in a process. Reasons: dropout; inputs that require grad while grad mode is
-    on; head_dim above 256; value with another head_dim; float32 and float64 on CUDA; a package
-    built without CUDA, or a GPU below compute capability 8.0; devices other than CPU and CUDA;
-    nested and distributed tensors.
+    so, once per reason in a process. Reasons: dropout; a mask that requires grad while grad mode is
+    on; derivatives by torch.func (grad, vjp, jvp and what is made of them) and in forward mode;
+    head_dim above 256; value with another head_dim; float32 and float64 on CUDA; a package built
+    without CUDA, or a GPU below compute capability 8.0; devices other than CPU and CUDA; nested and
+    distributed tensors.
 
     Raises:
         RuntimeError: attn_mask together with is_causal; heads_k other than heads_q without
@@ -459,7 +476,9 @@ def flash_attn_func(
             right side is 0.
         softcap: must be 0.
         alibi_slopes: must be None.
-        deterministic: accepted for compatibility; results are the same in every run anyway.
+        deterministic: gradients are the same in every run, as results are anyway and gradients on
+            the CPU too. Costs speed on CUDA. `torch.use_deterministic_algorithms(True)` does the
+            same.
         return_attn_probs: return LSE too.
 
     Returns:
@@ -469,11 +488,12 @@ def flash_attn_func(
         seqlen_q)`, float32 (float64 for float64 input), without gradient. The place of flash-attn's
         dropout probabilities holds None. A query that sees no key gives 0 and LSE -inf.
 
-    Under `torch.autocast` q, k and v are cast to its dtype.
+    Under `torch.autocast` q, k and v are cast to its dtype. Gradients are as in
+    `scaled_dot_product_attention`.
 
-    Inputs that require grad while grad mode is on, and all else that the kernels cannot do (see
-    `scaled_dot_product_attention`), run torch's own attention, with a mask of shape (seqlen_q,
-    seqlen_k) where causal or window_size asks for one; a warning says so, once per reason.
+    What the kernels cannot do (see there) runs torch's own attention, with a mask of shape
+    (seqlen_q, seqlen_k) where causal or window_size asks for one; a warning says so, once per
+    reason.
 
     Raises:
         NotImplementedError (a RuntimeError): dropout_p, softcap or alibi_slopes is set.
@@ -497,6 +517,7 @@ def flash_attn_func(
             window_left=left,
             window_right=right,
             bottom_right=True,
+            deterministic=bool(deterministic),
         )
     else:
         _warn_once("flash_attn_func", reason)

@@ -1,16 +1,27 @@
-"""The dispatcher side of the package: what `fa::forward` needs from Python for tracing and vmap.
+"""The dispatcher side of the package: what the operators need from Python for tracing and vmap.
 
-The schema and the CPU and CUDA kernels are C++ and are registered when `_C` is loaded. Shape and
-dtype rules stand there only (csrc/ops/checks.h); nothing here repeats them. Nothing here is public.
+The schemas, the CPU and CUDA kernels and the derivative are C++ and are registered when `_C` is
+loaded. Shape and dtype rules stand there only (csrc/ops/checks.h); nothing here repeats them.
+Nothing here is public.
 """
 
 import torch
 
-from . import _C  # noqa: F401  (loading it defines fa::forward)
+from . import _C  # noqa: F401  (loading it defines the operators)
 
 # The overload itself: one dictionary look-up and one overload resolution less than
 # torch.ops.fa.forward on every call.
 forward = torch.ops.fa.forward.default
+backward = torch.ops.fa.backward.default
+
+
+def _check_devices(query, **others):
+    """Beside one meta tensor, the dispatcher sends real ones to the fake kernels too."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != query.device:
+            raise RuntimeError(
+                f"{name}: device must equal that of query ({query.device}), got {tensor.device}"
+            )
 
 
 @torch.library.register_fake("fa::forward")
@@ -25,25 +36,22 @@ def _forward_fake(
     window_left=-1,
     window_right=-1,
     bottom_right=False,
+    deterministic=False,
 ):
     """Metadata of (out, lse): out is laid out as query, lse is (batch, heads_q, seqlen_q)."""
-    for name, tensor in (("key", key), ("value", value), ("attn_mask", attn_mask)):
-        # Beside one meta tensor, the dispatcher sends real ones here too.
-        if tensor is not None and tensor.device != query.device:
-            raise RuntimeError(
-                f"{name}: device must equal that of query ({query.device}), got {tensor.device}"
-            )
+    _check_devices(query, key=key, value=value, attn_mask=attn_mask)
     lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=lse_dtype)
 
 
-@torch.library.register_vmap("fa::forward")
-def _forward_vmap(
-    info,
-    in_dims,
+@torch.library.register_fake("fa::backward")
+def _backward_fake(
+    grad_out,
     query,
     key,
     value,
+    out,
+    lse,
     attn_mask=None,
     is_causal=False,
     scale=None,
@@ -51,32 +59,60 @@ def _forward_vmap(
     window_left=-1,
     window_right=-1,
     bottom_right=False,
+    deterministic=False,
 ):
-    """Folds the mapped dimension into batch; a tensor that is not mapped is expanded, not copied,
-    unless its batch dimension cannot be merged with the mapped one by strides alone."""
-    mapped = info.batch_size
-
-    def to_front(tensor, dim):
-        if dim is None:
-            return tensor.expand(mapped, *tensor.shape)
-        return tensor.movedim(dim, 0)
-
-    query, key, value = map(to_front, (query, key, value), in_dims[:3])
-    batch = query.size(1)
-    if attn_mask is not None and (in_dims[3] is not None or attn_mask.dim() == 4):
-        attn_mask = to_front(attn_mask, in_dims[3])
-        missing = 5 - attn_mask.dim()  # leading dimensions that the caller left to broadcasting
-        attn_mask = attn_mask.reshape(mapped, *(1,) * missing, *attn_mask.shape[1:])
-        attn_mask = attn_mask.expand(-1, batch, -1, -1, -1).flatten(0, 1)
-    out, lse = forward(
-        query.flatten(0, 1),
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        attn_mask,
-        is_causal,
-        scale,
-        window_left=window_left,
-        window_right=window_right,
-        bottom_right=bottom_right,
+    """Metadata of the gradients: each is laid out as its tensor, whatever grad_out looks like."""
+    _check_devices(
+        query, grad_out=grad_out, key=key, value=value, out=out, lse=lse, attn_mask=attn_mask
     )
-    return (out.unflatten(0, (mapped, batch)), lse.unflatten(0, (mapped, batch))), (0, 0)
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _to_front(mapped, tensor, dim):
+    """The mapped dimension first; a tensor without one is expanded."""
+    if dim is None:
+        return tensor.expand(mapped, *tensor.shape)
+    return tensor.movedim(dim, 0)
+
+
+def _fold_mask(mapped, batch, attn_mask, dim):
+    """The mask of a call whose batch is `mapped * batch`."""
+    if attn_mask is None or (dim is None and attn_mask.dim() < 4):
+        return attn_mask
+    attn_mask = _to_front(mapped, attn_mask, dim)
+    missing = 5 - attn_mask.dim()  # leading dimensions that the caller left to broadcasting
+    attn_mask = attn_mask.reshape(mapped, *(1,) * missing, *attn_mask.shape[1:])
+    return attn_mask.expand(-1, batch, -1, -1, -1).flatten(0, 1)
+
+
+# The vmap rules fold the mapped dimension into batch; a tensor that is not mapped is expanded, not
+# copied, unless its batch dimension cannot be merged with the mapped one by strides alone.
+
+
+@torch.library.register_vmap("fa::forward")
+def _forward_vmap(info, in_dims, query, key, value, attn_mask=None, *options, **keywords):
+    mapped = info.batch_size
+    tensors = [
+        _to_front(mapped, *pair) for pair in zip((query, key, value), in_dims[:3], strict=True)
+    ]
+    batch = tensors[0].size(1)
+    mask_dim = in_dims[3] if len(in_dims) > 3 else None
+    attn_mask = _fold_mask(mapped, batch, attn_mask, mask_dim)
+    folded = (t.flatten(0, 1) for t in tensors)
+    results = forward(*folded, attn_mask, *options, **keywords)
+    return tuple(t.unflatten(0, (mapped, batch)) for t in results), (0, 0)
+
+
+@torch.library.register_vmap("fa::backward")
+def _backward_vmap(
+    info, in_dims, grad_out, query, key, value, out, lse, attn_mask=None, *options, **keywords
+):
+    mapped = info.batch_size
+    tensors = (grad_out, query, key, value, out, lse)
+    tensors = [_to_front(mapped, *pair) for pair in zip(tensors, in_dims[:6], strict=True)]
+    batch = tensors[1].size(1)
+    mask_dim = in_dims[6] if len(in_dims) > 6 else None
+    attn_mask = _fold_mask(mapped, batch, attn_mask, mask_dim)
+    folded = (t.flatten(0, 1) for t in tensors)
+    gradients = backward(*folded, attn_mask, *options, **keywords)
+    return tuple(t.unflatten(0, (mapped, batch)) for t in gradients), (0, 0, 0)

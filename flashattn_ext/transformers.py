@@ -75,8 +75,8 @@ def attention_forward(
         attention_mask: None, bool (True: take part) or additive, broadcast to
             (batch, heads_q, seqlen_q, seqlen_k). When given, neither ``is_causal`` nor
             ``sliding_window`` counts: it holds them already.
-        dropout: probability. Above 0, and where an input requires grad and the kernels have no
-            backward, PyTorch's own attention computes the result, with one warning.
+        dropout: probability. Above 0 PyTorch's own attention computes the result, with one
+            warning.
         scaling: factor on query times key, default head_dim ** -0.5.
         sliding_window: keys a query sees up to its own position, which is included.
         position_bias: added to the scaled scores, broadcast to

@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 DTYPE_NAMES = {
@@ -550,6 +551,19 @@ def full():
         yield drawn(layout=layout, head_dim=head_dim)
     for mask, band in itertools.product(masks, BANDS):
         yield drawn(mask=mask, seqlens=(draw.choice(LENGTHS[:16]), draw.randrange(1, 300)), **band)
+
+
+def on_devices(cases, devices=("cpu", "cuda")):
+    """Parametrizes a test over device and case."""
+    return pytest.mark.parametrize(
+        "device,case",
+        [
+            pytest.param(device, case, id=f"{device}-{case.id}")
+            for device in devices
+            for case in cases
+        ],
+        indirect=["device"],
+    )
 
 
 SMOKE = list(smoke())

@@ -6,9 +6,13 @@ The definition, with every score in memory:
     O = softmax(S) V           0 in rows that see no key
     LSE = log sum exp(S)       natural logarithm, -inf in rows that see no key
 
-attention_ref computes it in float64; attention_low computes it as plain code in the dtype of the
-inputs would, with every intermediate tensor rounded to that dtype. The error of attention_low is
-the yardstick for ours: see error_bound.
+and of its gradients, P being softmax(S) or 0 where a key is hidden and dO the gradient of O:
+
+    dV = P^T dO    dS = P (dO V^T - rowsum(P (dO V^T)))    dQ = scale dS K    dK = scale dS^T Q
+
+attention_ref and gradients_ref compute it in float64; attention_low and gradients_low compute it as
+plain code in the dtype of the inputs would, with every intermediate tensor rounded to that dtype.
+The error of plain code is the yardstick for ours: see error_bound and gradient_bounds.
 """
 
 import math
@@ -65,6 +69,39 @@ def _chunks(query, key, attn_mask):
             yield slice(b, b + 1), slice(h, h + 1), slice(h_k, h_k + 1), mask
 
 
+def _visible_and_scores(query, key, mask, band, scale):
+    """Of a chunk in float64: which keys are visible, and the scores with the mask added."""
+    scores = (query.double() @ key.double().mT) * scale
+    visible = band
+    if mask is not None and mask.dtype == torch.bool:
+        visible = band & mask
+    elif mask is not None:
+        visible = band & (mask != -torch.inf)
+        # Scores are defined in the precision they are accumulated in: beside -1e9, say, they
+        # lose their last digits, and the row becomes a plain mean.
+        accumulator = torch.promote_types(query.dtype, torch.float32)
+        scores = (scores + mask.double()).to(accumulator).double()
+    return visible, scores.masked_fill(~visible, -torch.inf)
+
+
+def _low_scores(query, key, mask, band, scale, dtype):
+    """Of a chunk: the scores of plain code. query and key are in the accumulator's dtype."""
+    scores = _rounded(_rounded(query @ key.mT, dtype) * scale, dtype)
+    hidden = ~band
+    if mask is not None and mask.dtype == torch.bool:
+        hidden = hidden | ~mask
+    elif mask is not None:
+        # A float32 mask promotes the sum to float32.
+        scores = scores + mask
+        scores = _rounded(scores, dtype) if mask.dtype == dtype else scores
+    return scores.masked_fill(hidden, -torch.inf)
+
+
+def _rounded(x, dtype):
+    """x as dtype holds it, in the dtype that products accumulate in."""
+    return x.to(dtype).to(torch.promote_types(dtype, torch.float32))
+
+
 def attention_ref(
     query,
     key,
@@ -99,22 +136,12 @@ def attention_ref(
     )
     if result.out.numel() == 0:
         return result
-    accumulator = torch.promote_types(query.dtype, torch.float32)
     for b, h, h_k, mask in _chunks(query, key, attn_mask):
-        q, k, v = query[b, h].double(), key[b, h_k].double(), value[b, h_k].double()
+        q, k, v = query[b, h], key[b, h_k], value[b, h_k].double()
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = (q @ k.mT) * scale
         sizes = (q.abs().float() @ k.abs().mT.float()) * abs(scale)
-        visible = band
-        if mask is not None and mask.dtype == torch.bool:
-            visible = band & mask
-        elif mask is not None:
-            visible = band & (mask != -torch.inf)
-            # Scores are defined in the precision they are accumulated in: beside -1e9, say, they
-            # lose their last digits, and the row becomes a plain mean.
-            scores = (scores + mask.double()).to(accumulator).double()
-        scores = scores.masked_fill(~visible, -torch.inf)
+        visible, scores = _visible_and_scores(q, k, mask, band, scale)
         sees_a_key = visible.any(dim=-1)
         weights = scores.softmax(dim=-1)
         result.out[b, h] = (weights @ v).where(sees_a_key[..., None], 0)
@@ -158,24 +185,143 @@ def attention_low(
     if out.numel() == 0:
         return out
 
-    def rounded(x):
-        return x.to(dtype).to(accumulator)
-
     for b, h, h_k, mask in _chunks(query, key, attn_mask):
         q, k, v = (x.to(accumulator) for x in (query[b, h], key[b, h_k], value[b, h_k]))
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
-        scores = rounded(rounded(q @ k.mT) * scale)
-        hidden = ~band
-        if mask is not None and mask.dtype == torch.bool:
-            hidden = hidden | ~mask
-        elif mask is not None:
-            # A float32 mask promotes the sum to float32.
-            scores = scores + mask
-            scores = rounded(scores) if mask.dtype == dtype else scores
-        scores = scores.masked_fill(hidden, -torch.inf)
-        out[b, h] = (rounded(scores.softmax(dim=-1)) @ v).to(dtype)
+        scores = _low_scores(q, k, mask, band, scale, dtype)
+        out[b, h] = (_rounded(scores.softmax(dim=-1), dtype) @ v).to(dtype)
     return out
+
+
+NAMES = ("query", "key", "value")
+
+
+@dataclass
+class GradientReference:
+    """Each a list for query, key and value, in float64 and shaped like them."""
+
+    gradients: list
+    # What the rounding of weights scales with: the sums that give the gradients, of sizes.
+    magnitudes: list
+    # What rounding in the accumulator scales with.
+    accumulated: list
+    # What the rounding of O scales with, from which kernels take the row sum of dS.
+    output: list
+
+
+def _gradient_options(query, key, is_causal, scale, window_left, window_right, bottom_right):
+    band = visible_band(
+        query.shape[2],
+        key.shape[2],
+        is_causal=is_causal,
+        window_left=window_left,
+        window_right=window_right,
+        bottom_right=bottom_right,
+        device=query.device,
+    )
+    return band, 1 / math.sqrt(query.shape[3]) if scale is None else scale
+
+
+def _sum_of_groups(x, heads_k):
+    """Sums what the query heads of each key head give it."""
+    return x.unflatten(1, (heads_k, -1)).sum(2)
+
+
+def gradients_ref(
+    grad_out,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    *,
+    window_left=-1,
+    window_right=-1,
+    bottom_right=False,
+):
+    """GradientReference in float64, on the device of the inputs. Arguments as in fa::forward."""
+    band, scale = _gradient_options(
+        query, key, is_causal, scale, window_left, window_right, bottom_right
+    )
+    parts = [
+        [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (query, key, value)]
+        for _ in range(4)
+    ]
+    if query.numel() == 0 or key.numel() == 0:
+        return GradientReference(*parts)
+    for b, h, h_k, mask in _chunks(query, key, attn_mask):
+        q, k, v, g = query[b, h], key[b, h_k], value[b, h_k].double(), grad_out[b, h].double()
+        heads_k = k.shape[1]
+        group = q.shape[1] // heads_k
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        sizes = (q.abs().double() @ k.abs().mT.double()) * abs(scale)
+        visible, scores = _visible_and_scores(q, k, mask, band, scale)
+        weights = scores.softmax(dim=-1).where(visible, 0)
+        grad_weights = (g @ v.mT).where(visible, 0)
+        # What rounding of the scores does to P, the whole row alike.
+        size = sizes.where(visible, 0).amax(dim=-1, keepdim=True)
+        rows = ((weights @ v) * g).square().sum(-1, keepdim=True).sqrt()
+
+        def centred(x, sign, weights=weights):
+            return weights * (x + sign * (weights * x).sum(-1, keepdim=True))
+
+        rounded = centred(grad_weights.abs(), 1)
+        products = centred((g.abs() @ v.abs().mT).where(visible, 0), 1)
+        for index, by_scores, by_weights in (
+            (0, centred(grad_weights, -1), weights),
+            (1, rounded, weights),
+            (2, products + size * rounded, size * weights),
+            (3, weights * rows, 0 * weights),
+        ):
+            q_, k_, g_ = (x.double() if index == 0 else x.double().abs() for x in (q, k, g))
+            factor = scale if index == 0 else abs(scale)
+            parts[index][0][b, h] = factor * (by_scores @ k_)
+            parts[index][1][b, h_k] += factor * _sum_of_groups(by_scores.mT @ q_, heads_k)
+            parts[index][2][b, h_k] += _sum_of_groups(by_weights.mT @ g_, heads_k)
+    return GradientReference(*parts)
+
+
+def gradients_low(
+    grad_out,
+    query,
+    key,
+    value,
+    attn_mask=None,
+    is_causal=False,
+    scale=None,
+    *,
+    window_left=-1,
+    window_right=-1,
+    bottom_right=False,
+):
+    """Gradients of plain code in the dtype of the inputs: what autograd makes of attention_low,
+    with every tensor rounded on its way back too. Hidden keys and rows without any give 0."""
+    dtype = query.dtype
+    accumulator = torch.promote_types(dtype, torch.float32)
+    band, scale = _gradient_options(
+        query, key, is_causal, scale, window_left, window_right, bottom_right
+    )
+    result = [torch.zeros(x.shape, dtype=accumulator, device=x.device) for x in (query, key, value)]
+    if query.numel() == 0 or key.numel() == 0:
+        return [x.to(dtype) for x in result]
+    for b, h, h_k, mask in _chunks(query, key, attn_mask):
+        tensors = (query[b, h], key[b, h_k], value[b, h_k], grad_out[b, h])
+        q, k, v, g = (x.to(accumulator) for x in tensors)
+        heads_k = k.shape[1]
+        group = q.shape[1] // heads_k
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        scores = _low_scores(q, k, mask, band, scale, dtype)
+        weights = _rounded(scores.softmax(dim=-1), dtype).where(scores != -torch.inf, 0)
+        grad_weights = _rounded(g @ v.mT, dtype)
+        inner = (weights * grad_weights).sum(-1, keepdim=True)
+        grad_scores = _rounded(weights * (grad_weights - inner), dtype)
+        grad_scores = _rounded(grad_scores * scale, dtype)
+        result[0][b, h] = grad_scores @ k
+        for x, grad in ((result[1], grad_scores.mT @ q), (result[2], weights.mT @ g)):
+            x[b, h_k] += _sum_of_groups(_rounded(grad, dtype), heads_k)
+    return [x.to(dtype) for x in result]
 
 
 def ulp(x, dtype):
@@ -209,6 +355,40 @@ def error_bound(reference, low, dtype):
     )
 
 
+def gradient_bounds(reference, low, dtype):
+    """The largest accepted errors of the gradients of query, key and value, element by element, and
+    the part of them that is left where the exact numbers cancel.
+
+    As error_bound: twice the error of plain code in the same row, and 2 ulp for the rounding of P
+    and dS, which no kernel with half-precision products can avoid. What is left: rounding in the
+    accumulator, weights too small for it, and O. Kernels take the row sum of dS from rowsum(dO O),
+    which needs no second pass over the keys, and O has been rounded to dtype: head_dim errors of up
+    to half a unit, about sqrt(head_dim) of them together, weighed as P. Plain code does not round
+    there; in rows of few keys, which average nothing out, that is more than all of its errors.
+    """
+    accumulator = torch.promote_types(dtype, torch.float32)
+    eps = (4 + reference.gradients[0].shape[-1] ** 0.5) * torch.finfo(accumulator).eps
+    eps = 2 * eps if dtype == torch.float64 else eps
+    # Without a rounding of P, those of LSE and of S - LSE count, numbers up to about 8.
+    ulps = 8 if dtype == accumulator else 2
+    bounds, rests = [], []
+    for exact, plain, magnitude, accumulated, output in zip(
+        reference.gradients,
+        low,
+        reference.magnitudes,
+        reference.accumulated,
+        reference.output,
+        strict=True,
+    ):
+        error = (plain.double() - exact).abs().nan_to_num(nan=0.0, posinf=0.0)
+        error = error.amax(dim=-1, keepdim=True) if error.numel() else error
+        rest = eps * accumulated + 2**13 * torch.finfo(accumulator).tiny
+        of_output = torch.finfo(dtype).eps * output
+        rests.append(rest + 0.3 * of_output)  # a rounding error's root of the mean square
+        bounds.append(2 * error + ulps * ulp(magnitude, dtype) + rest + of_output)
+    return bounds, rests
+
+
 def normalised_difference(x, y):
     """|x - y|^2 / (|x|^2 + |y|^2), which is 0 for equal tensors and 1 for unrelated ones."""
     total = float(x.square().sum() + y.square().sum())
@@ -228,57 +408,89 @@ def assert_close_to_reference(out, lse, reference, low, case_id):
     (float64: 1e-10 of either).
     """
     dtype = out.dtype
-    for name, ours, expected in (
-        ("out", out.double(), reference.out),
-        ("lse", lse.double(), reference.lse),
-    ):
-        assert ours.shape == expected.shape, f"{case_id}: {name} has shape {tuple(ours.shape)}"
-        if ours.numel() == 0:
-            return
-        expected_special = expected.to(out.dtype if name == "out" else lse.dtype).double()
-        special = ~expected_special.isfinite() | ~ours.isfinite()
-        same = (ours == expected_special) | (ours.isnan() & expected_special.isnan())
-        wrong = special & ~same
-        if wrong.any():
-            at = _first(wrong)
-            raise AssertionError(
-                f"{case_id}: {name}{list(at)} is {ours[at].item()}, the reference is "
-                f"{expected[at].item()}; {int(wrong.sum())} of {wrong.numel()} such elements"
-            )
-        if name == "out":
-            bound = error_bound(reference, low, dtype)
-        elif lse.dtype == torch.float64:
-            bound = 1e-10 * (1 + expected.abs())
-        else:
-            bound = 1e-3 + 1e-5 * expected.abs()
-        error = (ours - expected).abs().where(~special, 0)
-        excess = error - bound.where(~special, 1)
-        if (excess > 0).any():
-            at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
-            plain = f", plain {dtype} gives {low[at].item()}" if name == "out" else ""
-            raise AssertionError(
-                f"{case_id}: {name}{list(at)} is {ours[at].item()}, the reference is "
-                f"{expected[at].item()}{plain}: off by {error[at].item():.3e}, accepted is "
-                f"{bound[at].item():.3e}; {int((excess > 0).sum())} of {excess.numel()} elements "
-                f"are off, the largest error is {error.max().item():.3e}"
-            )
-    # Where terms cancel, one element may be off by more than that; many together are not.
-    finite = reference.out.isfinite() & low.isfinite()
+    assert out.shape == reference.out.shape, f"{case_id}: out has shape {tuple(out.shape)}"
+    if out.numel() == 0:
+        return
+    _assert_within("out", out, reference.out, error_bound(reference, low, dtype), case_id, low)
+    if lse.dtype == torch.float64:
+        bound = 1e-10 * (1 + reference.lse.abs())
+    else:
+        bound = 1e-3 + 1e-5 * reference.lse.abs()
+    _assert_within("lse", lse, reference.lse, bound, case_id)
+    _assert_alike("out", out, reference.out, low, 2, case_id)
+
+
+def _assert_within(name, ours, expected, bound, case_id, low=None):
+    """NaN and infinities in the same places, and elsewhere errors within bound."""
+    assert ours.shape == expected.shape, f"{case_id}: {name} has shape {tuple(ours.shape)}"
+    expected_special = expected.to(ours.dtype).double()
+    ours = ours.double()
+    special = ~expected_special.isfinite() | ~ours.isfinite()
+    same = (ours == expected_special) | (ours.isnan() & expected_special.isnan())
+    wrong = special & ~same
+    if wrong.any():
+        at = _first(wrong)
+        raise AssertionError(
+            f"{case_id}: {name}{list(at)} is {ours[at].item()}, the reference is "
+            f"{expected[at].item()}; {int(wrong.sum())} of {wrong.numel()} such elements"
+        )
+    error = (ours - expected).abs().where(~special, 0)
+    excess = error - bound.where(~special, 1)
+    if (excess > 0).any():
+        at = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+        plain = "" if low is None else f", plain {low.dtype} gives {low[at].item()}"
+        raise AssertionError(
+            f"{case_id}: {name}{list(at)} is {ours[at].item()}, the reference is "
+            f"{expected[at].item()}{plain}: off by {error[at].item():.3e}, accepted is "
+            f"{bound[at].item():.3e}; {int((excess > 0).sum())} of {excess.numel()} elements "
+            f"are off, the largest error is {error.max().item():.3e}"
+        )
+
+
+def _assert_alike(name, ours, expected, low, factor, case_id, rest=None):
+    """Where terms cancel, one element may be off by more than its own digits; many together are
+    not: their normalised difference is below 1e-5, or `factor` times that of plain code. rest:
+    errors that are accepted whatever the size of the numbers."""
+    finite = expected.isfinite() & low.isfinite()
     if int(finite.sum()) >= 256:
-        expected = reference.out[finite]
-        difference = normalised_difference(out[finite].double(), expected)
-        accepted = max(1e-5, 2 * normalised_difference(low[finite].double(), expected))
-        assert difference <= accepted, f"{case_id}: normalised difference {difference:.3e}"
+        ours, expected, low = ours[finite].double(), expected[finite], low[finite].double()
+        difference = normalised_difference(ours, expected)
+        accepted = max(1e-5, factor * normalised_difference(low, expected))
+        if rest is not None:
+            total = (ours.square() + expected.square()).sum().clamp(min=1e-300)
+            accepted += float(rest[finite].square().sum() / total)
+        assert difference <= accepted, (
+            f"{case_id}: normalised difference of {name} is {difference:.3e}, accepted is "
+            f"{accepted:.3e}"
+        )
+
+
+def assert_gradients_close(gradients, reference, low, case_id):
+    """Checks one result of fa::backward against gradients_ref and gradients_low of its inputs, as
+    assert_close_to_reference does for fa::forward."""
+    bounds, rests = gradient_bounds(reference, low, gradients[0].dtype)
+    for name, ours, expected, plain, bound, rest in zip(
+        NAMES, gradients, reference.gradients, low, bounds, rests, strict=True
+    ):
+        if ours.numel():
+            _assert_within(f"grad_{name}", ours, expected, bound, case_id, plain)
+            # Twice the error is four times its square.
+            _assert_alike(f"grad_{name}", ours, expected, plain, 4, case_id, rest)
+
+
+def _leave_nan_behind(*results):
+    """Frees memory full of NaN."""
+    # Blocks of the sizes of the results, two each in case one is taken for something else, and
+    # large blocks that an allocator cuts others from.
+    query = results[0]
+    stale = [torch.full_like(x, torch.nan) for x in results for _ in range(2)]
+    stale += [torch.full(query.shape[:3], torch.nan, device=query.device) for _ in range(2)]
+    stale += [torch.full((2**18,), torch.nan, device=query.device) for _ in range(4)]
 
 
 def forward(query, key, value, attn_mask=None, **options):
     """fa::forward with NaN in the memory that it is likely to get: none of it may show."""
-    # Blocks of the sizes of the outputs, two each in case one is taken for something else, and
-    # large blocks that an allocator cuts others from.
-    stale = [torch.full_like(query, torch.nan) for _ in range(2)]
-    stale += [torch.full(query.shape[:3], torch.nan, device=query.device) for _ in range(2)]
-    stale += [torch.full((2**18,), torch.nan, device=query.device) for _ in range(4)]
-    del stale
+    _leave_nan_behind(query)
     return torch.ops.fa.forward(query, key, value, attn_mask, **options)
 
 
@@ -296,6 +508,46 @@ def check(query, key, value, attn_mask=None, *, case_id=None, **options):
     reference = attention_ref(*arguments, **options)
     assert_close_to_reference(out, lse, reference, attention_low(*arguments, **options), case_id)
     return out, lse
+
+
+def backward(grad_out, query, key, value, out, lse, attn_mask=None, **options):
+    """fa::backward with NaN in the memory that it is likely to get: none of it may show."""
+    _leave_nan_behind(query, key, value)
+    return torch.ops.fa.backward(grad_out, query, key, value, out, lse, attn_mask, **options)
+
+
+def check_gradients(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    *,
+    grad_out=None,
+    case_id=None,
+    deterministic=False,
+    **options,
+):
+    """Runs fa::forward and fa::backward, compares the gradients with the reference, and returns
+    them."""
+    if grad_out is None:
+        grad_out = torch.randn(query.shape).to(query.dtype).to(query.device)
+    out, lse = forward(query, key, value, attn_mask, **options)
+    arguments = (query, key, value, attn_mask)
+    gradients = backward(
+        grad_out, query, key, value, out, lse, attn_mask, deterministic=deterministic, **options
+    )
+    if case_id is None:
+        shapes = [tuple(x.shape) for x in (query, key, attn_mask) if x is not None]
+        case_id = f"{query.device.type} {query.dtype} {shapes} {options}"
+    for name, tensor, gradient in zip(NAMES, arguments, gradients, strict=False):
+        assert gradient.dtype == tensor.dtype, f"{case_id}: grad_{name} is {gradient.dtype}"
+        assert gradient.stride() == torch.empty_like(tensor).stride(), (
+            f"{case_id}: grad_{name} has strides {gradient.stride()}, {name} {tensor.stride()}"
+        )
+    reference = gradients_ref(grad_out, *arguments, **options)
+    low = gradients_low(grad_out, *arguments, **options)
+    assert_gradients_close(gradients, reference, low, case_id)
+    return gradients
 
 
 def close(a, b, dtype):

@@ -1,4 +1,4 @@
-"""Small forward calls under compute-sanitizer: memcheck, racecheck, synccheck and initcheck.
+"""Small calls, forward and backward, under compute-sanitizer: mem-, race-, sync- and initcheck.
 
     python tests/sanitize.py [--tool memcheck ...] [--json FILE]
 
@@ -22,10 +22,17 @@ from pathlib import Path
 
 import torch
 from cases import Case, to_device
-from reference import assert_close_to_reference, attention_low, attention_ref
+from reference import (
+    assert_close_to_reference,
+    assert_gradients_close,
+    attention_low,
+    attention_ref,
+    gradients_low,
+    gradients_ref,
+)
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
 
 CASES = [
@@ -68,16 +75,29 @@ CASES = [
 def run_cases():
     """What runs under a tool. Inputs are made on the CPU and results judged there, so that hardly
     any kernels but ours run."""
-    import flashattn_ext  # noqa: F401  registers the operator
+    import flashattn_ext  # noqa: F401  registers the operators
 
     torch.manual_seed(0)
-    for case in CASES:
+    for i, case in enumerate(CASES):
         *tensors, mask = case.build("cpu")
         on_gpu = [x if x is None else to_device(x, "cuda") for x in (*tensors, mask)]
-        out, lse = (x.cpu() for x in torch.ops.fa.forward(*on_gpu, **case.options))
+        results = torch.ops.fa.forward(*on_gpu, **case.options)
+        out, lse = (x.cpu() for x in results)
         reference = attention_ref(*tensors, mask, **case.options)
         low = attention_low(*tensors, mask, **case.options)
         assert_close_to_reference(out, lse, reference, low, case.id)
+        grad_out = torch.randn(out.shape).to(out.dtype)
+        gradients = torch.ops.fa.backward(
+            grad_out.cuda(),
+            *on_gpu[:3],
+            *results,
+            on_gpu[3],
+            **case.options,
+            deterministic=i % 2 == 1,
+        )
+        reference = gradients_ref(grad_out, *tensors, mask, **case.options)
+        low = gradients_low(grad_out, *tensors, mask, **case.options)
+        assert_gradients_close([x.cpu() for x in gradients], reference, low, case.id)
     print(f"ran {len(CASES)} cases")
 
 

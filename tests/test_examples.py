@@ -14,11 +14,13 @@ EXAMPLES = sorted(path.name for path in (CHECKOUT / "examples").glob("*.py"))
 # Arguments besides --device, where {tmp} is a folder, and what must stand in the output.
 TRAINING = ["--steps", "4", "--seqlen", "32", "--batch", "2", "--layers", "1"]
 ARGUMENTS = {
+    "paged_decode.py": ["--new-tokens", "8"],
     "train_qwen3.py": [*TRAINING, "--out", "{tmp}/curves.png"],
     "qwen3.py": ["--prompt-length", "32", "--new-tokens", "4"],
     "qwen3_transformers.py": ["--prompt-length", "32", "--new-tokens", "4"],
 }
 PRINTED = {
+    "paged_decode.py": ["pages of 16", "largest difference"],
     "train_qwen3.py": ["torch", "ours", "final loss", "largest difference of the losses"],
     "quickstart.py": ["ours", "torch", "largest error"],
     "qwen3.py": ["prefill", "tokens/s", "largest logit difference"],

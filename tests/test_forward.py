@@ -9,7 +9,7 @@ import textwrap
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CPU_DTYPES, DTYPES, EDGE, FULL, HALF, LAYOUTS, SMOKE, Case
+from cases import CPU_DTYPES, DTYPES, EDGE, FULL, HALF, LAYOUTS, SMOKE, Case, on_devices
 from reference import (
     assert_close_to_reference,
     attention_low,
@@ -18,19 +18,6 @@ from reference import (
     error_bound,
     forward,
 )
-
-
-def on_devices(cases, devices=("cpu", "cuda")):
-    """Parametrizes a test over device and case."""
-    return pytest.mark.parametrize(
-        "device,case",
-        [
-            pytest.param(device, case, id=f"{device}-{case.id}")
-            for device in devices
-            for case in cases
-        ],
-        indirect=["device"],
-    )
 
 
 def check_case(case, device):
@@ -299,13 +286,14 @@ LINEAR_MEMORY_ON_CPU = textwrap.dedent(
     """
     import resource
     import torch
-    import flashattn_ext  # registers the operator
+    import flashattn_ext  # registers the operators
 
     def run(seqlen):
         query = torch.randn(1, 4, seqlen, 16)
         key = torch.randn(1, 1, seqlen, 16)
         mask = torch.ones(1, seqlen, dtype=torch.bool)
-        torch.ops.fa.forward(query, key, key, mask, is_causal=True)
+        out, lse = torch.ops.fa.forward(query, key, key, mask, is_causal=True)
+        torch.ops.fa.backward(out, query, key, key, out, lse, mask, is_causal=True)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     print(-run(256) + run(4096))
@@ -315,7 +303,8 @@ LINEAR_MEMORY_ON_CPU = textwrap.dedent(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux only")
 def test_memory_on_the_cpu_is_linear(tmp_path):
-    """The scores of one head would take 64 MiB in float32; query, key and out take 3 MiB."""
+    """Forward and backward. The scores of one head would take 64 MiB in float32; all tensors
+    together take 8 MiB."""
     command = [sys.executable, "-c", LINEAR_MEMORY_ON_CPU]
     # From elsewhere, as `-c` looks for modules in the working directory first.
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

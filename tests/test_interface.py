@@ -457,24 +457,33 @@ def test_wide_types_on_cuda_go_to_torch(device, dtype, nothing_said):
     assert torch.equal(out, torch_sdpa(query, key, value))
 
 
-@pytest.mark.parametrize("which", range(4))
-def test_inputs_that_require_grad_go_to_torch(device, which, nothing_said):
-    """Any one of query, key, value and mask: result and gradient are torch's. For the mask alone
-    those of its plain kernel, since the backward of the fused ones fails on CUDA."""
-    arguments = [*qkv(device), randn(2, 4, 9, 13, device=device)]
-    arguments[which].requires_grad_()
-    with warns_once("inputs that require grad"):
+@pytest.mark.parametrize("others", [False, True])
+def test_a_mask_that_requires_grad_goes_to_torch(device, others, nothing_said):
+    """Alone or with query: result and gradient are torch's. Alone, those of its plain kernel, since
+    the backward of the fused ones fails on CUDA."""
+    arguments = [*qkv(device), randn(2, 4, 9, 13, device=device).requires_grad_()]
+    arguments[0].requires_grad_(others)
+    with warns_once("a mask that requires grad"):
         out = scaled_dot_product_attention(*arguments)
-    with sdpa_kernel(SDPBackend.MATH) if which == 3 else contextlib.nullcontext():
+    with contextlib.nullcontext() if others else sdpa_kernel(SDPBackend.MATH):
         expected = torch_sdpa(*arguments)
     assert torch.equal(out, expected)
     weight = torch.randn_like(out)
-    gradients = [
-        torch.autograd.grad(o, arguments[which], weight, retain_graph=True)[0]
-        for o in (out, expected)
-    ]
-    assert gradients[0].abs().max() > 0
+    leaves = [t for t in arguments if t.requires_grad]
+    gradients = [torch.autograd.grad(o, leaves, weight, retain_graph=True) for o in (out, expected)]
+    assert all(g.abs().max() > 0 for g in gradients[0])
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_inputs_that_require_grad_run_ours(device, which, nothing_said):
+    """Any one of query, key and value; their gradients are in tests/test_backward_contract.py."""
+    arguments = [*qkv(device), randn(2, 4, 9, 13, device=device)]
+    arguments[which].requires_grad_()
+    with silent(), OperatorLog() as log:
+        out = scaled_dot_product_attention(*arguments)
+    assert log.ran_ours() and out.requires_grad
+    assert_close(out.detach(), *(t.detach() for t in arguments))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -597,13 +606,14 @@ def test_autocast_leaves_float64():
 
 def test_autocast_of_a_call_for_torch(device, nothing_said):
     query, key, value = qkv(device, torch.float32)
-    query.requires_grad_()
-    with torch.autocast(device, torch.bfloat16), warns_once("require grad"):
-        out = scaled_dot_product_attention(query, key, value)
-        expected = torch_sdpa(query, key, value)
+    attn_mask = randn(9, 13, device=device, dtype=torch.float32)
+    leaves = [t.requires_grad_() for t in (query, attn_mask)]
+    with torch.autocast(device, torch.bfloat16), warns_once("a mask that requires grad"):
+        out = scaled_dot_product_attention(query, key, value, attn_mask)
+        expected = torch_sdpa(query, key, value, attn_mask)
     assert torch.equal(out, expected) and out.dtype == torch.bfloat16
-    (gradient,) = torch.autograd.grad(out.sum(), query)
-    assert gradient.dtype == torch.float32
+    for gradient in torch.autograd.grad(out.sum(), leaves):
+        assert gradient.dtype == torch.float32 and gradient.abs().max() > 0
 
 
 def test_autocast_of_another_device_changes_nothing():

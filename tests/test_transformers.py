@@ -327,7 +327,7 @@ def training_gradients(model, tokens, mask):
 
 
 @pytest.mark.parametrize("padding", ["none", "left", "right"])
-@pytest.mark.filterwarnings("ignore:.*no kernel for")
+@pytest.mark.filterwarnings("error:.*no kernel for")
 def test_gradients(device, padding):
     model = tiny_model(device)
     tokens, mask = padded_batch(device, padding, LENGTHS[0])
@@ -335,8 +335,24 @@ def test_gradients(device, padding):
     exact = torch.cat(training_gradients(in_float64(model), tokens, mask))
     eager = torch.cat(training_gradients(model, tokens, mask))
     model.set_attn_implementation("fa_ext")
-    ours = torch.cat(training_gradients(model, tokens, mask))
+    with count_calls() as counter:
+        ours = torch.cat(training_gradients(model, tokens, mask))
+    assert counter.calls == model.config.num_hidden_layers
     assert_close(ours, eager, exact)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.filterwarnings("error:.*no kernel for")
+def test_gradient_checkpointing(device, use_reentrant):
+    model = tiny_model(device)
+    model.set_attn_implementation("fa_ext")
+    tokens, mask = padded_batch(device, "left", LENGTHS[0])
+    expected = torch.cat(training_gradients(model, tokens, mask))
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    with count_calls() as counter:
+        ours = torch.cat(training_gradients(model, tokens, mask))
+    assert counter.calls == 2 * model.config.num_hidden_layers
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.*no kernel for")

@@ -1,4 +1,5 @@
-// Which keys a range of query rows has to visit, from lengths and band alone.
+// Which keys a range of query rows has to visit, and which query rows a range of keys, from lengths
+// and band alone.
 #pragma once
 #include "../params.h"
 #include "../ptx/common.cuh"
@@ -25,6 +26,26 @@ FA_DEVICE KeyRange key_range(const FwdParams& p, int row_begin, int row_end) {
   auto key = [&](int64_t k) { return static_cast<int>(clamp(k, 0, p.seqlen_k)); };
   return {key(top - p.window_left), key(bottom + p.window_right + 1), key(bottom - p.window_left),
           key(top + p.window_right + 1)};
+}
+
+// The reverse: query rows [first, end) are those that see some of a range of keys; rows
+// [full_first, full_end) see all of these keys (none when full_first >= full_end).
+struct QueryRange {
+  int first;
+  int end;
+  int full_first;
+  int full_end;
+};
+
+// For keys [key_begin, key_end); no rows when that is empty.
+FA_DEVICE QueryRange query_range(const FwdParams& p, int key_begin, int key_end) {
+  if (key_begin >= key_end) return {0, 0, 0, 0};
+  // A key is seen by the rows from key - window_right to key + window_left, both of which grow with
+  // the key.
+  const int64_t first_key = key_begin - p.diagonal, last_key = key_end - 1 - p.diagonal;
+  auto row = [&](int64_t r) { return static_cast<int>(clamp(r, 0, p.seqlen_q)); };
+  return {row(first_key - p.window_right), row(last_key + p.window_left + 1),
+          row(last_key - p.window_right), row(first_key + p.window_left + 1)};
 }
 
 }  // namespace fa::attn

@@ -67,7 +67,32 @@ cudaError_t launch_bwd_sm80(const BwdParams& params, int smem_limit_bytes, cudaS
 BwdShape describe_bwd_sm90(int head_dim);
 cudaError_t launch_bwd_sm90(const BwdParams& params, int num_sms, cudaStream_t stream);
 
+// The first calls the second for additive masks.
 cudaError_t launch_bwd_pre(const BwdParams& params, int block_m, cudaStream_t stream);
+cudaError_t launch_bwd_row_sums(const BwdParams& params, cudaStream_t stream);
 cudaError_t launch_bwd_post(const BwdParams& params, GradQueryLayout layout, cudaStream_t stream);
+
+// Decoding: few queries over many keys, from a cache or from tensors (mma.sync, sm_80 and newer).
+// The rows of a tile are all queries that share a key head: seqlen_q times the query heads of a
+// group. The keys are split over num_splits CTAs; more than one leave params.partial_*, which
+// launch_combine, enqueued by launch_decode itself, merges.
+enum class LaunchFeatures {
+  kSm80,
+  kSm90,  // programmatic dependent launch, and tiles for the shared memory of an SM of 9.0. If, and
+          // only if, the device runs code compiled for 9.0a
+};
+struct DecodeShape {
+  KernelShape kernel;
+  int cols_rounded;  // the instance of head_dim
+};
+// rows: seqlen_q times the query heads of a group. More than block_m take several CTAs.
+DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features);
+// batch is at most 65535, num_splits too, heads_k * ceil(rows / block_m) at most 2^31 - 1.
+cudaError_t launch_decode(const DecodeParams& params, LaunchFeatures features, cudaStream_t stream);
+cudaError_t launch_combine(const DecodeParams& params, LaunchFeatures features,
+                           cudaStream_t stream);
+// Writes new keys and values to the cache. Those past its capacity are dropped.
+cudaError_t launch_append_kv(const AppendParams& params, LaunchFeatures features,
+                             cudaStream_t stream);
 
 }  // namespace fa

@@ -1,5 +1,5 @@
-// The rules for the arguments of fa::forward, for both backends: what is wrong raises a
-// RuntimeError with argument, rule and value; what is right comes out as one Problem.
+// The rules for the arguments of fa::forward and fa::backward, for both backends: what is wrong
+// raises a RuntimeError with argument, rule and value; what is right comes out as one Problem.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -132,6 +132,31 @@ inline Problem check_forward(const at::Tensor& query, const at::Tensor& key,
     problem.mask = expand_mask(*attn_mask, query, problem.seqlen_k);
     problem.mask_mode = MaskMode::kTensor;
   }
+  return problem;
+}
+
+// grad_out, out and lse may have any strides.
+inline Problem check_backward(const at::Tensor& grad_out, const at::Tensor& query,
+                              const at::Tensor& key, const at::Tensor& value, const at::Tensor& out,
+                              const at::Tensor& lse, const std::optional<at::Tensor>& attn_mask,
+                              bool is_causal, std::optional<double> scale, int64_t window_left,
+                              int64_t window_right, bool bottom_right) {
+  Problem problem = check_forward(query, key, value, attn_mask, is_causal, scale, window_left,
+                                  window_right, bottom_right);
+  const auto check_shape = [](const char* name, const at::Tensor& tensor, at::IntArrayRef shape) {
+    TORCH_CHECK(tensor.sizes() == shape, name, ": shape must be ", shape_string(shape), ", got ",
+                shape_string(tensor.sizes()));
+  };
+  check_shape("grad_out", grad_out, query.sizes());
+  check_like_query("grad_out", grad_out, query);
+  check_shape("out", out, query.sizes());
+  check_like_query("out", out, query);
+  check_shape("lse", lse, query.sizes().slice(0, 3));
+  const at::ScalarType lse_dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  TORCH_CHECK(lse.scalar_type() == lse_dtype, "lse: dtype must be ", lse_dtype, " beside query in ",
+              query.scalar_type(), ", got ", lse.scalar_type());
+  TORCH_CHECK(lse.device() == query.device(), "lse: device must equal that of query (",
+              query.device(), "), got ", lse.device());
   return problem;
 }
 

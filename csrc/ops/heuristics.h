@@ -19,21 +19,22 @@ struct FwdChoice {
   const char* reason;
 };
 
+// Of the bulk copy engine, in elements: 2^40 bytes.
+constexpr int64_t kMaxTmaStride = int64_t{1} << 39;
+
 // What stands against the Hopper kernel; null if nothing does.
 inline const char* obstacle_to_sm90(const FwdParams& p, const Device& device) {
   if (!FA_WITH_SM90A) return "this build has no code for sm_90a";
   if (device.compute_capability != 90) return "the GPU is not sm_90";
   if (!(p.scale > 0.f)) return "scale is not positive";
   if (p.head_dim % 8 != 0) return "head_dim is no multiple of 8";
-  // The bulk copy engine wants out in rows of 16 bytes, as the inputs are, and strides below 2^40
-  // bytes.
+  // The bulk copy engine wants out in rows of 16 bytes, as the inputs are.
   if (reinterpret_cast<uintptr_t>(p.out) % 16 != 0) return "out is not 16-byte aligned";
-  constexpr int64_t kMaxStride = int64_t{1} << 39;
   for (int i = 0; i < 3; ++i) {
     if (p.out_stride[i] % 8 != 0) return "rows of out are not 16-byte aligned";
     for (const int64_t stride :
          {p.query_stride[i], p.key_stride[i], p.value_stride[i], p.out_stride[i]}) {
-      if (stride < 0 || stride >= kMaxStride) return "a stride is 2^40 bytes or more";
+      if (stride < 0 || stride >= kMaxTmaStride) return "a stride is 2^40 bytes or more";
     }
   }
   return nullptr;
@@ -103,6 +104,29 @@ inline FwdChoice choose_fwd(const FwdParams& p, const Device& device) {
   }
 #endif
   return best;
+}
+
+struct BwdChoice {
+  bool hopper;
+  const char* reason;
+};
+
+inline BwdChoice choose_bwd(const BwdParams& p, const Device& device) {
+  if (p.fwd.mask_mode == MaskMode::kTensor) return {false, "there is a mask tensor"};
+  if (const char* obstacle = obstacle_to_sm90(p.fwd, device)) return {false, obstacle};
+  for (const void* gradient : {p.grad_query, p.grad_key, p.grad_value}) {
+    if (reinterpret_cast<uintptr_t>(gradient) % 16 != 0) {
+      return {false, "a gradient is not 16-byte aligned"};
+    }
+  }
+  for (int i = 0; i < 3; ++i) {
+    for (const int64_t stride : {p.grad_out_stride[i], p.grad_query_stride[i], p.grad_key_stride[i],
+                                 p.grad_value_stride[i]}) {
+      if (stride % 8 != 0) return {false, "rows of a gradient are not 16-byte aligned"};
+      if (stride < 0 || stride >= kMaxTmaStride) return {false, "a stride is 2^40 bytes or more"};
+    }
+  }
+  return {true, "sm_90, rows that the bulk copy engine can take"};
 }
 
 }  // namespace fa

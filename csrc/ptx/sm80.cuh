@@ -16,6 +16,12 @@ FA_DEVICE void cp_async_cg_16(uint32_t smem, const void* gmem, bool valid) {
                "r"(valid ? 16 : 0)
                : "memory");
 }
+// 4 bytes, likewise; only the .ca form has this size.
+FA_DEVICE void cp_async_ca_4(uint32_t smem, const void* gmem, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(gmem),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
 FA_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 FA_DEVICE void cp_async_wait_group() {
@@ -72,6 +78,38 @@ FA_DEVICE void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, 
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
+// Adds four numbers to memory, each for itself; the vector form, one instruction, is of sm_90.
+FA_DEVICE void red_global_add_v4_f32(float* gmem, const float (&v)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(gmem), "f"(v[0]),
+               "f"(v[1]), "f"(v[2]), "f"(v[3])
+               : "memory");
+#else
+  for (int i = 0; i < 4; ++i)
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(gmem + i), "f"(v[i]) : "memory");
+#endif
+}
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+FA_DEVICE float2 ld_shared_v2_f32(uint32_t smem) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem));
+  return v;
+}
+FA_DEVICE unsigned ld_acquire_gpu_global_u32(const unsigned* gmem) {
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(gmem) : "memory");
+  return v;
+}
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
+FA_DEVICE void st_shared_u32(uint32_t smem, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
+}
+FA_DEVICE void st_release_gpu_global_u32(unsigned* gmem, unsigned v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem), "r"(v) : "memory");
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2

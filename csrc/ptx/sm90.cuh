@@ -67,12 +67,24 @@ FA_DEVICE void cp_async_bulk_load(uint32_t smem, const void* gmem, uint32_t byte
       "l"(gmem), "r"(bytes), "r"(barrier)
       : "memory");
 }
+// Adds floats in shared memory to as many in global memory, each for itself. Joins a bulk group.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-reduce-async-bulk
+FA_DEVICE void cp_reduce_async_bulk_add_f32(float* gmem, uint32_t smem, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(gmem),
+      "r"(smem), "r"(bytes)
+      : "memory");
+}
 FA_DEVICE void cp_async_bulk_commit_group() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // Until all stores of this thread have read their shared memory.
 FA_DEVICE void cp_async_bulk_wait_group_read_0() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+// The same, and have written.
+FA_DEVICE void cp_async_bulk_wait_group_0() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 // Shared memory written by ordinary stores becomes visible to the async proxy (TMA, wgmma).
 FA_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

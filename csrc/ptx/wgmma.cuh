@@ -34,8 +34,9 @@ FA_DEVICE uint64_t matrix_descriptor(uint32_t smem, uint32_t panel_bytes) {
 
 // wgmma.m64n<kN>k16: d [64][kN], a [64][16], b [16][kN]. A warp of the warpgroup holds 16 rows, as
 // kN / 8 accumulators of mma.m16n8. With accumulate == false d is overwritten.
-//   wgmma_ss  a and b in shared memory, both K-major
-//   wgmma_rs  a in registers (operand A of mma.m16n8k16); b K-major, or MN-major with kTransposeB
+//   ss     a and b in shared memory, both K-major
+//   ss_mn  the same, both MN-major
+//   rs     a in registers (operand A of mma.m16n8k16); b K-major, or MN-major with kTransposeB
 template <Dtype kDtype, int kN>
 struct Wgmma;
 
@@ -64,6 +65,14 @@ struct Wgmma;
                    "setp.ne.b32 p, " r2 ", 0;\n"                                                      \
                    "wgmma.mma_async.sync.aligned.m64n" #kN_ "k16.f32." suffix "." suffix              \
                    " {" regs "}, " r0 ", " r1 ", p, 1, 1, 0, 0;}"                                     \
+                   : outs                                                                             \
+                   : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                              \
+    }                                                                                                 \
+    static FA_DEVICE void ss_mn(float (&d)[kN_ / 8][4], uint64_t a, uint64_t b, bool accumulate) {    \
+      asm volatile("{.reg .pred p;\n"                                                                 \
+                   "setp.ne.b32 p, " r2 ", 0;\n"                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #kN_ "k16.f32." suffix "." suffix              \
+                   " {" regs "}, " r0 ", " r1 ", p, 1, 1, 1, 1;}"                                     \
                    : outs                                                                             \
                    : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));                              \
     }                                                                                                 \

@@ -36,6 +36,15 @@ FA_DEVICE void as_operand_a(uint32_t (&a)[4], const Accumulator<kM, kN>& acc, in
   a[3] = ptx::cvt_rn_x2<kDtype>(acc.x[m][2 * k + 1][2], acc.x[m][2 * k + 1][3]);
 }
 
+// The same for all of an accumulator tile.
+template <Dtype kDtype, int kM, int kN>
+FA_DEVICE void as_operand_a(uint32_t (&a)[kM][kN / 2][4], const Accumulator<kM, kN>& acc) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int k = 0; k < kN / 2; ++k) as_operand_a<kDtype>(a[m][k], acc, m, k);
+}
+
 // A row of an accumulator tile is spread over the four lanes of a quad.
 FA_DEVICE float quad_max(float v) {
   v = fmaxf(v, __shfl_xor_sync(0xffffffff, v, 1));

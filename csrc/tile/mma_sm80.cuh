@@ -25,6 +25,14 @@ FA_DEVICE uint32_t lane_offset_b_trans(int lane) {
   return swizzle<kCols>(lane % 16, lane / 16);
 }
 
+// Both kinds of A operand [16][16] of gemm_smem: out of a tile stored [m][k] (as lane_offset_a), or
+// [k][m], through the transposing load.
+enum class StorageA { kRowMajor, kTransposed };
+template <StorageA kStorage, int kCols>
+FA_DEVICE uint32_t lane_offset_a_of(int lane) {
+  return kStorage == StorageA::kRowMajor ? lane_offset_a<kCols>(lane) : lane_offset_b<kCols>(lane);
+}
+
 // The products below call between(g) for g = 0, 1, ... kGroups - 1 as they go, with independent
 // work of the same warp: the tensor core runs behind the issuing warp, so the scheduler fills its
 // time with that work.
@@ -89,6 +97,80 @@ FA_DEVICE void gemm_pv(Accumulator<kM, kN>& rO, const Accumulator<kM, kKeys>& rP
       between(k * (kN / 2) + n / 2);
     }
   }
+}
+
+// C [16 kM][8 kN] += A B, both in shared memory: A [16 kM][16 kSteps] by kStorage, in rows of
+// kColsA elements; B [16 kSteps][8 kN] stored [k][n], in rows of kColsB. Addresses are those of the
+// lane (lane_offset_a_of, lane_offset_b_trans), the place of the warp's part in the tile included.
+template <Dtype kDtype, StorageA kStorage, int kColsA, int kColsB, int kSteps, int kM, int kN>
+FA_DEVICE void gemm_smem(Accumulator<kM, kN>& rC, uint32_t sA, uint32_t sB) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    Fragment a[kM];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      if constexpr (kStorage == StorageA::kRowMajor) {
+        ptx::ldmatrix_x4(a[m], (sA ^ (k * 32)) + m * 16 * kColsA * 2);
+      } else {
+        ptx::ldmatrix_x4_trans(a[m], (sA ^ (m * 32)) + k * 16 * kColsA * 2);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, (sB ^ (n * 16)) + k * 16 * kColsB * 2);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma_m16n8k16<kDtype>(rC.x[m][n], a[m], b[0], b[1]);
+        ptx::mma_m16n8k16<kDtype>(rC.x[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// C [16 kM][8 kN] += A B with A [16 kM][16 kSteps] in registers, B as above.
+template <Dtype kDtype, int kColsB, int kSteps, int kM, int kN>
+FA_DEVICE void gemm_fragments(Accumulator<kM, kN>& rC, const Fragment (&rA)[kM][kSteps],
+                              uint32_t sB) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4_trans(b, (sB ^ (n * 16)) + k * 16 * kColsB * 2);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma_m16n8k16<kDtype>(rC.x[m][n], rA[m][k], b[0], b[1]);
+        ptx::mma_m16n8k16<kDtype>(rC.x[m][n + 1], rA[m][k], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Stores A operands [16 kM][16 kSteps] as elements of a tile in shared memory. address:
+// lane_offset_c, the place of the warp's part in the tile included.
+template <int kCols>
+FA_DEVICE uint32_t lane_offset_c(int lane) {
+  return swizzle<kCols>(lane / 4, 0) + 4 * (lane % 4);
+}
+template <int kCols, int kM, int kSteps>
+FA_DEVICE void store_fragments(uint32_t address, const Fragment (&rA)[kM][kSteps]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        ptx::st_shared_u32((address ^ (k * 32 + i / 2 * 16)) + (16 * m + i % 2 * 8) * kCols * 2,
+                           rA[m][k][i]);
+}
+
+// The same of an accumulator [16 kM][8 kN], rounded.
+template <Dtype kDtype, int kCols, int kM, int kN>
+FA_DEVICE void store_rounded(uint32_t address, const Accumulator<kM, kN>& acc) {
+  Fragment rounded[kM][kN / 2];
+  as_operand_a<kDtype>(rounded, acc);
+  store_fragments<kCols>(address, rounded);
 }
 
 }  // namespace fa::tile

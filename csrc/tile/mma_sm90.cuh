@@ -55,6 +55,16 @@ FA_DEVICE void wgmma_pv(Accumulator<1, kD>& rO, const uint32_t (&rP)[kK][4], uin
                                                   desc_v + k * (16 * kPanelRowBytes >> 4), true);
 }
 
+// Enqueues acc = A^T B over 16 * kSteps rows of both: A [rows][64] and B [rows][8 * kN] are single
+// panels.
+template <Dtype kDtype, int kSteps, int kN>
+FA_DEVICE void wgmma_outer(Accumulator<1, kN>& acc, uint64_t desc_a, uint64_t desc_b) {
+  constexpr int kStep = 16 * kPanelRowBytes >> 4;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k)
+    ptx::Wgmma<kDtype, 8 * kN>::ss_mn(acc.x[0], desc_a + k * kStep, desc_b + k * kStep, k > 0);
+}
+
 // Address that this lane gives ldmatrix or stmatrix (x4) for the 16 x 16 elements at (row, 16 * k)
 // of a tile of kRows rows: lanes 0 to 15 name the rows of the left half, 16 to 31 of the right one.
 template <int kRows>

@@ -1,0 +1,266 @@
+"""Decoding beside torch's SDPA backends: few queries over long caches, bound by reading K and V.
+
+    python benchmarks/bench_decode.py --out benchmarks/results/decode_h200.json
+    python benchmarks/bench_decode.py --quick --match B1
+    python benchmarks/bench_decode.py --device cpu
+
+Every call is replayed from a CUDA graph, and inputs rotate through three times the L2 cache. `ours`
+reads a contiguous cache, `ours_paged` the same keys from pages of 64 in a random order, with
+lengths and a block table on the device. Prints microseconds, and the GB/s that K and V are read
+with. Exit code 1 if a result is wrong, or if ours refuses a problem; with --bars also if one of the
+bars for an H200 is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import bench_prefill
+import harness
+import rates
+import torch
+from bars import Bar, lowest
+from harness import Candidate
+from torch import Tensor
+from workload import Inputs, Problem
+
+PAGE_SIZE = 64
+PEERS = Path(__file__).resolve().parent / "peers_decode_h200.json"
+BEST_OF = ("cudnn", "fa2", rates.FA3)
+
+
+def bind_ours(problem: Problem) -> Callable[[Inputs], Tensor]:
+    forward = torch.ops.fa.forward_kvcache.default
+
+    def call(x: Inputs) -> Tensor:
+        query, key, value = (t.transpose(1, 2) for t in (x.query, x.key, x.value))
+        return forward(query, key, value)[0].transpose(1, 2)
+
+    return call
+
+
+def bind_paged(problem: Problem) -> Callable[[Inputs], Tensor]:
+    """The pages of a sequence in a random order: without a mask the order of keys does not matter,
+    so that the result is the same."""
+    forward = torch.ops.fa.forward_kvcache.default
+    p = problem
+    pages = p.seqlen_k // PAGE_SIZE
+
+    @functools.cache
+    def on_device(device: torch.device) -> tuple[Tensor, Tensor]:
+        order = torch.stack([torch.randperm(pages) + b * pages for b in range(p.batch)])
+        lengths = torch.full((p.batch,), p.seqlen_k)
+        return order.int().to(device), lengths.int().to(device)
+
+    def call(x: Inputs) -> Tensor:
+        table, lengths = on_device(x.query.device)
+        key, value = (
+            t.transpose(1, 2).view(p.batch * pages, PAGE_SIZE, p.heads_k, p.head_dim)
+            for t in (x.key, x.value)
+        )
+        return forward(x.query.transpose(1, 2), key, value, lengths, table)[0].transpose(1, 2)
+
+    return call
+
+
+CANDIDATES = [
+    Candidate("ours", "ours", bind_ours),
+    Candidate("ours_paged", "ours, paged", bind_paged),
+    *(bench_prefill.CANDIDATES[name] for name in ("fa2", "cudnn", "sdpa")),
+]
+
+
+def gpu_problems() -> list[Problem]:
+    decode = functools.partial(Problem, "decode", graph=True)
+    one = [
+        (1, 16, 8, 1024),
+        (1, 16, 8, 4096),
+        (1, 32, 8, 4096),
+        (1, 32, 8, 32768),
+        (1, 32, 8, 131072),
+        (4, 32, 8, 8192),
+        (16, 32, 8, 8192),
+        (64, 32, 8, 4096),
+        (8, 64, 8, 16384),
+    ]
+    several = [
+        (1, 64, 8, 8, 32768),
+        (1, 64, 8, 16, 32768),
+        (8, 32, 8, 4, 8192),
+        (1, 16, 8, 16, 8192),
+    ]
+    return [
+        *(decode("one", b, q, k, 1, s, 128) for b, q, k, s in one),
+        *(decode("several", b, q, k, t, s, 128) for b, q, k, t, s in several),
+        # Other head_dims and groups, and fp16.
+        decode("other", 8, 32, 8, 1, 8192, 64),
+        decode("other", 8, 16, 2, 1, 8192, 256),
+        decode("other", 16, 16, 16, 1, 4096, 128),
+        decode("other", 8, 28, 4, 1, 8192, 128, dtype=torch.float16),
+    ]
+
+
+def cpu_problems() -> list[Problem]:
+    single = functools.partial(Problem, "decode", dtype=torch.float32)
+    return [single("one", 2, 8, 2, 1, 512, 64), single("several", 2, 8, 2, 4, 512, 64)]
+
+
+# ------------------------------------------------------------------------------------------------
+# Speeds and bars
+
+
+@functools.cache
+def fa3_ratios() -> tuple[str, dict[tuple, float]]:
+    """The GPU of the file, and FA3's speed over cuDNN's by problem."""
+    peers = json.loads(PEERS.read_text())
+    return peers["gpu"], {(*r["shape"], r["dtype"]): r["fa3_over_cudnn"] for r in peers["rows"]}
+
+
+def kv_bytes(row: dict) -> int:
+    itemsize = getattr(torch, row["dtype"]).itemsize
+    return 2 * row["batch"] * row["heads_k"] * row["seqlen_k"] * row["head_dim"] * itemsize
+
+
+def speeds(row: dict, device: str) -> dict[str, float]:
+    """GB/s of K and V, for every candidate that ran, and for FA3 by ratio where it is known."""
+    found = {
+        name: kv_bytes(row) / result["median_us"] * 1e-3
+        for name, result in row["results"].items()
+        if "median_us" in result
+    }
+    gpu, ratios = fa3_ratios()
+    ratio = ratios.get((*(row[field] for field in rates.SHAPE), row["dtype"]))
+    if ratio is not None and device == gpu and "cudnn" in found:
+        found[rates.FA3] = found["cudnn"] * ratio
+    return found
+
+
+def bars(result: dict) -> list[Bar]:
+    """What is required on an H200, and what was measured."""
+    device = result["environment"]["device"]
+
+    def ratios(name: str, ours: str, others: tuple[str, ...]) -> dict[str, float]:
+        found = {}
+        for row in result["rows"]:
+            gbs = speeds(row, device)
+            if name in (row["name"], "") and {ours, *others} <= gbs.keys():
+                found[row["label"]] = gbs[ours] / max(gbs[other] for other in others)
+        return found
+
+    one = ratios("one", "ours", BEST_OF)
+    mean = rates.geomean(one.values()) if len(one) == 9 else None
+    several = ratios("several", "ours", ("sdpa",))
+    four = {label: ratio for label, ratio in several.items() if "S4x" in label}
+    more = {label: ratio for label, ratio in several.items() if "S4x" not in label}
+    paged = ratios("", "ours_paged", ("ours",))
+    return [
+        Bar("one query: geometric mean of ours/best", mean, 1.15),
+        lowest("one query: lowest ours/best", one, 9, 1.0),
+        lowest("4 queries: ours/plain SDPA", four, 1, 3.0),
+        lowest("8 and 16 queries: lowest ours/plain SDPA", more, 3, 6.0),
+        lowest("lowest paged/contiguous", paged, len(gpu_problems()), 0.95),
+    ]
+
+
+def describe(row: dict, device: str) -> str:
+    """One line for the terminal."""
+    parts = [f"{row['label']:46}"]
+    gbs = speeds(row, device)
+    for candidate in CANDIDATES:
+        outcome = row["results"][candidate.name]
+        us = outcome.get("median_us")
+        text = "WRONG" if "wrong" in outcome else "-" if us is None else f"{us:.1f} us"
+        parts.append(f"{candidate.label} {text}")
+    if "ours" in gbs:
+        parts.append(f"| {gbs['ours']:.0f} GB/s")
+        peers = [gbs[name] for name in BEST_OF if name in gbs]
+        parts += [f"ours/best {gbs['ours'] / max(peers):.3f}"] if peers else []
+    return "  ".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------
+# Command line
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    default_device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=default_device)
+    parser.add_argument("--quick", action="store_true", help="few, short samples; noisy")
+    parser.add_argument("--match", default="", help="only problems whose label contains this")
+    parser.add_argument("--bars", action="store_true", help="print the bars for an H200")
+    parser.add_argument(
+        "--out", type=Path, default="decode.json", help="result file (default: %(default)s)"
+    )
+    parser.add_argument("--commit", help="commit to note in the result, outside a git checkout")
+    options = parser.parse_args(arguments)
+    problems = gpu_problems() if options.device.type == "cuda" else cpu_problems()
+    options.problems = [p for p in problems if options.match in p.label()]
+    if not options.problems:
+        parser.error(f"--match: must be part of a problem's label, got {options.match}")
+    options.settings = harness.QUICK if options.quick else harness.Settings()
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    device, settings, start = options.device, options.settings, time.perf_counter()
+    if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    import flashattn_ext
+
+    environment = harness.environment(device)
+    if options.commit:
+        environment["commit"] = options.commit
+    environment["flashattn_ext"] = flashattn_ext.build_info()
+    environment["gpu_before"] = harness.gpu_state(device)
+    environment["gpu_loaded"] = harness.settle(device)
+    dtypes = dict.fromkeys(problem.dtype for problem in options.problems)
+    result = {
+        "schema": harness.SCHEMA,
+        "benchmark": "decode",
+        "labels": {candidate.name: candidate.label for candidate in CANDIDATES},
+        "environment": environment,
+        "settings": asdict(settings),
+        "ceilings": harness.ceilings(dtypes, device, settings),
+        "rows": [],
+    }
+    progress = harness.Progress(len(options.problems))
+    for problem in options.problems:
+        row = harness.run_problem(problem, CANDIDATES, device, settings)
+        result["rows"].append(row)
+        harness.write_result(options.out, result)
+        progress.advance(describe(row, environment["device"]))
+    progress.close()
+    failures = [
+        f"{row['label']}: {result['labels'][name]}: {reason}"
+        for row in result["rows"]
+        for name, r in row["results"].items()
+        if (reason := r.get("wrong") or (name.startswith("ours") and r.get("error")))
+    ]
+    seconds = time.perf_counter() - start
+    print(f"{len(result['rows'])} problems, {len(failures)} failures, {seconds:.0f} s", end="")
+    print(f" -> {options.out}")
+    for line in failures:
+        print(f"FAILED {line}", file=sys.stderr)
+    missed = False
+    if options.bars:
+        found = bars(result)
+        print("\n".join(bar.text() for bar in found))
+        missed = not all(bar.passed for bar in found)
+    return 1 if failures or missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,352 @@
+// decode.cu: attention of few queries over many keys, bound by the reading of K and V once.
+//
+//   O = softmax(scale * Q K^T) V        LSE[m] = log sum_n exp(scale * q_m . k_n)
+//
+// All queries that share a KV head, seqlen_q tokens times the query heads of the group, are the
+// rows of one tile, so that one pass over the keys serves them all: row r is token r / group, head
+// r % group. The keys are split over the CTAs of a row of the grid:
+//
+//   split 0    | K V | K V | K V |            \
+//   split 1                | K V | K V | K V |  >  O and LSE of each, to combine.cu
+//   split 2                              ...  /
+//
+//   a CTA      shared   a ring of kStages tiles of keys and values, all but one of them in flight
+//                       (cp.async); Q starts in the last, O leaves through the first ones
+//              warp     (row warp, key warp): 16 or 32 rows, its part of the keys of a tile. It has
+//                       a softmax and an O of its own; those of the key warps are merged at the end
+//
+// How many splits there are is decided on the host from shapes; which keys a split has, here, from
+// the length of the sequence. Nothing outside the keys that some row of the tile sees is read:
+// slots past a length, or pages left of a window, may hold anything.
+//
+// Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
+// Bounds   on an H200 the memory's bandwidth for up to 32 rows, 4.2 to 4.5 TB/s of K and V; then
+//          mma.sync, at 40 % of its peak: 3.1 TB/s for 64 rows, 2.0 for 128.
+#include <cuda_runtime.h>
+
+#include <cmath>
+
+#include "../attn/merge.cuh"
+#include "decode_tile.cuh"
+#include "dependent_launch.cuh"
+#include "dispatch.h"
+
+namespace fa::decode {
+namespace {
+
+// Folds what is special about a scale <= 0 into Q, exactly, so that the main loop sees a positive
+// one: negative, the signs change; zero, Q becomes 0 * Q and the scale 1.
+template <class Config>
+FA_DEVICE void fold_scale(uint16_t* sQ, float scale) {
+  constexpr uint16_t kExponent = Config::kDtype == Dtype::kFloat16 ? 0x7c00 : 0x7f80, kNan = 0x7fff;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Config::kBlockM * Config::kHeadDim; i += Config::kThreads) {
+    const bool finite = (sQ[i] & kExponent) != kExponent;
+    sQ[i] = scale < 0.f ? sQ[i] ^ 0x8000 : finite ? 0 : kNan;
+  }
+  __syncthreads();  // before the warps read their rows
+}
+
+// -inf to the scores of keys that their rows do not see. The lane's limits are found again here,
+// since at head_dim 256 there are no registers to keep them.
+template <class Config>
+FA_DEVICE void hide(typename Config::Scores& rS, const DecodeParams& p, const Prepared& prepared,
+                    const RowTile& t, int warp_row, int key) {
+  const int lane = ptx::lane_id(), lane_key = key + 2 * (lane % 4);
+#pragma unroll
+  for (int r = 0; r < 2 * Config::kRowTiles; ++r) {
+    const int token = prepared.group.quotient(t.row_begin + warp_row + lane / 4 + 8 * r);
+    const int first = first_key(p, t, token) - lane_key, end = end_key(p, t, token) - lane_key;
+#pragma unroll
+    for (int n = 0; n < Config::kPieceN / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i < first || 8 * n + i >= end) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
+      }
+    }
+  }
+}
+
+// 8 columns of a row of `out`, or of as many as it has.
+template <Dtype kDtype>
+FA_DEVICE void store_row(uint16_t* gO, const float (&x)[8], int columns, bool aligned) {
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = ptx::cvt_rn_x2<kDtype>(x[2 * i], x[2 * i + 1]);
+  if (aligned) {
+    *reinterpret_cast<uint4*>(gO) = make_uint4(words[0], words[1], words[2], words[3]);
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (e < columns) gO[e] = static_cast<uint16_t>(words[e / 2] >> 16 * (e % 2));
+  }
+}
+
+// 8 columns of a row of the tile, merged from those of the key warps.
+struct MergedRow {
+  float x[8];
+  float lse;
+};
+template <class Config>
+FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int row, int col) {
+  float max_lse = -INFINITY, sum = 0.f;
+#pragma unroll
+  for (int w = 0; w < Config::kKeyWarps; ++w) max_lse = fmaxf(max_lse, smem.after.sLse[w][row]);
+  const float reference = attn::merge_reference(max_lse);
+  MergedRow merged{};
+#pragma unroll
+  for (int w = 0; w < Config::kKeyWarps; ++w) {
+    const float weight = attn::merge_weight(smem.after.sLse[w][row], reference);
+    const auto* x = reinterpret_cast<const float4*>(&smem.after.sO[w][row][col]);
+    const float4 low = x[0], high = x[1];
+    const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    sum += weight;
+#pragma unroll
+    for (int e = 0; e < 8; ++e) merged.x[e] += weight * values[e];
+  }
+  const float inverse = attn::merge_inverse(sum);
+#pragma unroll
+  for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
+  merged.lse = attn::merge_lse(reference, sum);
+  return merged;
+}
+
+enum class Target { kOut, kPartial };
+
+// 8 columns of a row of the tile to global memory: the result, or the part of this split.
+template <class Config>
+FA_DEVICE void store_columns(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
+                             int row, int col, const MergedRow& merged, Target target) {
+  const int group = prepared.group.divisor;
+  const int token = prepared.group.quotient(t.row_begin + row);
+  const int head = t.kv_head_idx * group + (t.row_begin + row - token * group);
+  const int64_t out_row =
+      (static_cast<int64_t>(t.batch_idx) * p.heads_q + head) * p.seqlen_q + token;
+  if (target == Target::kPartial) {
+    const int64_t part = out_row * p.num_splits + blockIdx.y;
+    auto* gPart = reinterpret_cast<float4*>(p.partial_out + part * Config::kHeadDim + col);
+    gPart[0] = make_float4(merged.x[0], merged.x[1], merged.x[2], merged.x[3]);
+    gPart[1] = make_float4(merged.x[4], merged.x[5], merged.x[6], merged.x[7]);
+    if (col == 0) p.partial_lse[part] = merged.lse;
+    return;
+  }
+  if (col == 0) p.lse[out_row] = merged.lse;
+  if (col < p.head_dim) {
+    uint16_t* gO = static_cast<uint16_t*>(p.out) + t.batch_idx * p.out_stride[0] +
+                   head * p.out_stride[1] + token * p.out_stride[2] + col;
+    store_row<Config::kDtype>(gO, merged.x, p.head_dim - col, prepared.out_aligned);
+  }
+}
+
+// What the warps left in shared memory to global memory.
+template <class Config>
+FA_DEVICE void store(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
+                     const typename Config::SharedStorage& smem) {
+  constexpr int kChunks = Config::kHeadDim / 8;
+  const int chunks = min(Config::kBlockM, t.rows - t.row_begin) * kChunks;
+  const Target target = p.num_splits > 1 ? Target::kPartial : Target::kOut;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < chunks; i += Config::kThreads) {
+    const int row = i / kChunks, col = i % kChunks * 8;
+    store_columns<Config>(p, prepared, t, row, col, merge_warps<Config>(smem, row, col), target);
+  }
+}
+
+template <class Config>
+FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
+  constexpr int kHeadDim = Config::kHeadDim, kBlockN = Config::kBlockN, kWarpN = Config::kWarpN;
+  constexpr int kStages = Config::kStages, kPieceN = Config::kPieceN;
+  constexpr uint32_t kPieceBytes = kPieceN * kHeadDim * 2;
+  constexpr int kRowTiles = Config::kRowTiles, kWarpRows = Config::kWarpRows;
+  constexpr Dtype kDtype = Config::kDtype;
+  extern __shared__ __align__(1024) unsigned char smem_raw[];
+  auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
+  const int warp = ptx::warp_id(), lane = ptx::lane_id();
+  const int row_warp = warp / Config::kKeyWarps, key_warp = warp % Config::kKeyWarps;
+
+  if (p.cache.seqlens != nullptr) wait_for_kernels_before();  // lengths are memory as well
+  const RowTile t = row_tile<Config>(p, prepared);
+  const TileRange tiles = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
+  if (p.cache.seqlens == nullptr) wait_for_kernels_before();
+
+  // ---- Q, and all tiles but one of the ring.
+  const KvLoader<Config> loader(p, t, prepared.aligned, smem_raw);
+  typename KvLoader<Config>::Pages next_pages = loader.find_pages(tiles.begin);
+  load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.before.sQ));
+  ptx::cp_async_commit_group();
+#pragma unroll 1
+  for (int s = 0; s < kStages - 1; ++s) {
+    const typename KvLoader<Config>::Pages pages = next_pages;
+    next_pages = loader.find_pages(tiles.begin + s + 1);
+    if (tiles.begin + s < tiles.end) loader.load(tiles.begin + s, pages, s);
+    ptx::cp_async_commit_group();
+  }
+
+  ptx::cp_async_wait_group<kStages - 1>();
+  __syncthreads();  // Q has landed for all
+  if (p.scale <= 0.f) fold_scale<Config>(smem.before.sQ[0], p.scale);
+  tile::Fragment rQ[kRowTiles][kHeadDim / 16];
+  const uint32_t sQ_lane =
+      ptx::smem_addr(smem.before.sQ[row_warp * kWarpRows]) + tile::lane_offset_a<kHeadDim>(lane);
+#pragma unroll
+  for (int m = 0; m < kRowTiles; ++m)
+#pragma unroll
+    for (int k = 0; k < kHeadDim / 16; ++k)
+      ptx::ldmatrix_x4(rQ[m][k], (sQ_lane ^ (k * 32)) + m * 16 * kHeadDim * 2);
+  const float scale = p.scale == 0.f ? 1.f : fabsf(p.scale), scale_log2 = scale * kLog2E;
+
+  typename Config::Output rO;
+  typename Config::Softmax softmax;
+  rO.clear();
+  const uint32_t sK_lane = ptx::smem_addr(smem_raw) + key_warp * kWarpN * kHeadDim * 2 +
+                           tile::lane_offset_b<kHeadDim>(lane);
+  const uint32_t sV_lane = ptx::smem_addr(smem.stages[0].sV[key_warp * kWarpN]) +
+                           tile::lane_offset_b_trans<kHeadDim>(lane);
+
+  auto nothing = [](int) {};
+  // ---- Main loop.
+  int stage = 0;
+#pragma unroll 1
+  for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+    ptx::cp_async_wait_group<kStages - 2>();
+    __syncthreads();  // the tile has landed for all; all have left the stage that the next copies
+                      // overwrite, first of all Q
+    const int next = tile + kStages - 1;
+    if (next < tiles.end) loader.load(next, next_pages, stage == 0 ? kStages - 1 : stage - 1);
+    ptx::cp_async_commit_group();
+    next_pages = loader.find_pages(next + 1);
+
+    const int key = tile * kBlockN + key_warp * kWarpN;
+    const uint32_t offset = stage * sizeof(typename Config::Stage);
+    stage = stage == kStages - 1 ? 0 : stage + 1;
+#pragma unroll 1
+    for (int piece = 0; piece < Config::kPieces; ++piece) {
+      const int piece_key = key + piece * kPieceN;
+      if (piece_key >= t.end || piece_key + kPieceN <= t.first) continue;
+      const uint32_t piece_offset = offset + piece * kPieceBytes;
+      typename Config::Scores rS;
+      rS.clear();
+      tile::gemm_qk<kDtype, kHeadDim, kHeadDim / 16>(rS, rQ, 0, sK_lane + piece_offset, nothing);
+      if (piece_key < t.full_first || piece_key + kPieceN > t.full_end)
+        hide<Config>(rS, p, prepared, t, row_warp * kWarpRows, piece_key);
+      softmax.scan_max(rS);
+      softmax.rescale(rO, scale_log2);
+      softmax.exponentiate(rS, scale_log2);
+      tile::gemm_pv<kDtype>(rO, rS, sV_lane + piece_offset, nothing);
+    }
+  }
+
+  // Not earlier: CTAs of the next kernel would go to the SMs that have none of this one, two by
+  // two.
+  let_kernel_after_start();
+
+  // ---- O and LSE of every warp, through the ring.
+  float lse[2 * kRowTiles];
+  softmax.finalize(rO, scale, lse);
+  ptx::cp_async_wait_group<0>();
+  __syncthreads();  // no copy to the ring is under way, and all have left it
+#pragma unroll
+  for (int r = 0; r < 2 * kRowTiles; ++r) {
+    const int row = row_warp * kWarpRows + lane / 4 + 8 * r;
+    if (lane % 4 == 0) smem.after.sLse[key_warp][row] = lse[r];
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 8; ++d)
+      *reinterpret_cast<float2*>(&smem.after.sO[key_warp][row][8 * d + 2 * (lane % 4)]) =
+          make_float2(rO.x[r / 2][d][2 * (r % 2)], rO.x[r / 2][d][2 * (r % 2) + 1]);
+  }
+  __syncthreads();  // O of all warps is there
+  store<Config>(p, prepared, t, smem);
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kRunsLarge = true;
+#else
+constexpr bool kRunsLarge = false;
+#endif
+
+// Two CTAs of the small kind fit an SM where registers allow it.
+template <class Config>
+__global__ void __launch_bounds__(Config::kThreads,
+                                  Config::kThreads == 128 && !Config::kLarge ? 2 : 1)
+    decode_kernel(const __grid_constant__ DecodeParams p,
+                  const __grid_constant__ Prepared prepared) {
+  if constexpr (Config::kLarge == kRunsLarge) attend<Config>(p, prepared);
+}
+
+bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
+         stride[1] % 8 == 0 && stride[2] % 8 == 0;
+}
+
+template <class Config>
+constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
+
+template <class Config>
+cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
+  const auto kernel = decode_kernel<Config>;
+  if (const cudaError_t status = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes<Config>);
+      status != cudaSuccess) {
+    return status;
+  }
+  const int group = p.heads_q / p.heads_k;
+  const bool whole = p.head_dim % 8 == 0;
+  const Prepared prepared{attn::FastDivide(p.heads_k), attn::FastDivide(group),
+                          attn::FastDivide(p.num_splits),
+                          (whole || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
+                              in_pieces(p.cache.key, p.cache.key_stride) &&
+                              in_pieces(p.cache.value, p.cache.value_stride),
+                          whole && in_pieces(p.out, p.out_stride)};
+  const int64_t m_blocks = (int64_t{p.seqlen_q} * group + Config::kBlockM - 1) / Config::kBlockM;
+  const dim3 grid(p.heads_k * m_blocks, p.num_splits, p.batch);
+  return launch_kernel(features, kernel, grid, Config::kThreads, kSmemBytes<Config>, stream, p,
+                       prepared);
+}
+
+// Calls f(head_dim instance, block_m, large). At head_dim 256, 128 rows do not leave room for keys.
+template <class F>
+cudaError_t dispatch_tile(int head_dim, int rows, LaunchFeatures features, F&& f) {
+  const int instance = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+  const int most = instance == 256 ? 64 : 128;
+  const int block_m = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : most;
+  return dispatch_value<64, 128, 256>(instance, [&](auto d) {
+    return dispatch_value<16, 32, 64, 128>(block_m, [&](auto m) {
+      constexpr std::integral_constant<int, (d() == 256 && m() == 128) ? 64 : m()> fitting;
+      return dispatch_value<false, true>(features == LaunchFeatures::kSm90,
+                                         [&](auto large) { return f(d, fitting, large); });
+    });
+  });
+}
+
+}  // namespace
+}  // namespace fa::decode
+
+namespace fa {
+
+DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features) {
+  DecodeShape shape{};
+  decode::dispatch_tile(head_dim, rows, features, [&](auto d, auto m, auto large) {
+    using Config = decode::DecodeConfig<d(), m(), large(), Dtype::kFloat16>;
+    shape = {{Config::kBlockM, Config::kBlockN, Config::kThreads,
+              int{sizeof(typename Config::SharedStorage)}},
+             Config::kHeadDim};
+    return cudaSuccess;
+  });
+  return shape;
+}
+
+cudaError_t launch_decode(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
+  const int rows = p.seqlen_q * (p.heads_q / p.heads_k);
+  const cudaError_t status =
+      decode::dispatch_tile(p.head_dim, rows, features, [&](auto d, auto m, auto large) {
+        return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(p.dtype, [&](auto dtype) {
+          using Config = decode::DecodeConfig<d(), m(), large(), dtype()>;
+          return decode::launch_config<Config>(p, features, stream);
+        });
+      });
+  if (status != cudaSuccess || p.num_splits == 1) return status;
+  return launch_combine(p, features, stream);
+}
+
+}  // namespace fa

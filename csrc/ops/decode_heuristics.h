@@ -1,0 +1,71 @@
+// How decoding splits its keys: pure functions of the problem and the device.
+#pragma once
+#include "heuristics.h"
+
+namespace fa {
+
+inline LaunchFeatures launch_features(const Device& device) {
+  return FA_WITH_SM90A && device.compute_capability == 90 ? LaunchFeatures::kSm90
+                                                          : LaunchFeatures::kSm80;
+}
+
+// rows: seqlen_q times the query heads of a KV head. keys: of a sequence, at most.
+struct DecodeWork {
+  int64_t batch;
+  int64_t heads_k;
+  int64_t rows;
+  int64_t keys;
+  int head_dim;
+};
+
+constexpr int64_t kMaxSplits = 128;
+
+// Splits that depend on neither the batch nor the device: one for every 512 keys, fewer where many
+// rows would make many partial results.
+inline int invariant_splits(int64_t rows, int64_t keys) {
+  const int64_t most = std::clamp<int64_t>(4096 / rows, 1, kMaxSplits);
+  return static_cast<int>(std::clamp<int64_t>((keys + 511) / 512, 1, most));
+}
+
+// The number of splits with the least estimated time on an H200; other devices differ by a factor,
+// mostly. Units are microseconds: a tile takes its time alone, or its share of the memory's
+// bandwidth when as many CTAs run as there are SMs; a CTA starts and ends, and so does a merge.
+inline int choose_splits(const DecodeWork& work, const Device& device) {
+  const DecodeShape shape =
+      describe_decode(work.head_dim, static_cast<int>(work.rows), launch_features(device));
+  const KernelShape& tile = shape.kernel;
+  constexpr double kBytesPerUs = 4.5e6, kStart = 1.0, kMerge = 1.6, kMergeBytesPerUs = 3e6;
+  const double tile_bytes = 4.0 * tile.block_n * shape.cols_rounded;
+  const double alone = tile_bytes / 65536 *
+                       (tile.block_m <= 32   ? 1.2
+                        : tile.block_m == 64 ? 2.2
+                                             : 3.9);
+  const int64_t ctas_each =
+      work.batch * work.heads_k * ((work.rows + tile.block_m - 1) / tile.block_m);
+  const int64_t tiles = std::max<int64_t>((work.keys + tile.block_n - 1) / tile.block_n, 1);
+  const int64_t sms = std::max(device.num_sms, 1);
+  const auto tile_us = [&](int64_t running) {
+    return std::max(alone, static_cast<double>(running) * tile_bytes / kBytesPerUs);
+  };
+  const int64_t most = std::min({tiles, kMaxSplits, std::max<int64_t>(1, 4 * sms / ctas_each)});
+  int best = 1;
+  double least = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    const int64_t ctas = ctas_each * splits, waves = ctas / sms, rest = ctas % sms;
+    const auto tiles_each = static_cast<double>((tiles + splits - 1) / splits);
+    double us = static_cast<double>(waves) * (tiles_each * tile_us(sms) + kStart);
+    if (rest > 0) us += tiles_each * tile_us(rest) + kStart;
+    if (splits > 1) {
+      const double partial_bytes = 8.0 * static_cast<double>(work.batch * work.heads_k) *
+                                   static_cast<double>(work.rows * splits) * shape.cols_rounded;
+      us += kMerge + partial_bytes / kMergeBytesPerUs;
+    }
+    if (splits == 1 || us < least) {
+      least = us;
+      best = static_cast<int>(splits);
+    }
+  }
+  return best;
+}
+
+}  // namespace fa
