@@ -257,6 +257,12 @@ def _forward_any_rank(query, key, value, attn_mask, is_causal, scale, enable_gqa
     return out.reshape(*(*batch, heads[0])[: rank - 2], *out.shape[-2:])
 
 
+def _check_scale(name, scale):
+    # The dispatcher would take the number out of a tensor, and its gradient would be lost.
+    if isinstance(scale, torch.Tensor):
+        raise TypeError(f"{name}: must be a float, got a tensor")
+
+
 def scaled_dot_product_attention(
     query,
     key,
@@ -321,6 +327,7 @@ def scaled_dot_product_attention(
     ranks = (query.dim(), key.dim(), value.dim())
     if min(ranks) < 2:
         raise RuntimeError(f"query, key, value: must have at least 2 dimensions, got {ranks}")
+    _check_scale("scale", scale)
     bottom_right = False
     if attn_mask is not None:
         if not isinstance(attn_mask, torch.Tensor) or attn_mask.is_nested:
@@ -500,6 +507,7 @@ def flash_attn_func(
         RuntimeError: shapes, dtypes, devices or window sides that do not fit.
     """
     _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slopes)
+    _check_scale("softmax_scale", softmax_scale)
     left, right = window_size
     device_type = q.device.type
     if _in_autocast(device_type):

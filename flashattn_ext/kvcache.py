@@ -124,8 +124,9 @@ def flash_attn_with_kvcache(
         RuntimeError: arguments that do not fit. The message has the operator's names: key_cache
             for k_cache, new_key for k, seqlens_k for cache_seqlens.
     """
-    if rotary_cos is not None or rotary_sin is not None:
-        _refuse("rotary_cos", "a tensor", "must be None; rotate q and k before the call")
+    for name, rotary in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        if rotary is not None:
+            _refuse(name, "a tensor", "must be None; rotate q and k before the call")
     if cache_leftpad is not None:
         _refuse("cache_leftpad", "a tensor", "must be None")
     if softcap != 0.0:
@@ -140,10 +141,13 @@ def flash_attn_with_kvcache(
     if cache_batch_idx is not None:
         if block_table is not None:
             raise RuntimeError("cache_batch_idx: must be None with block_table, got both")
-        if cache_batch_idx.dim() != 1:
+        if cache_batch_idx.dim() != 1 or cache_batch_idx.shape[0] != q.shape[0]:
             raise RuntimeError(
-                f"cache_batch_idx: must have shape (batch,), got {tuple(cache_batch_idx.shape)}"
+                f"cache_batch_idx: must have shape (batch,) with batch {q.shape[0]}, got "
+                f"{tuple(cache_batch_idx.shape)}"
             )
+        if cache_batch_idx.dtype != torch.int32:
+            raise RuntimeError(f"cache_batch_idx: dtype must be int32, got {cache_batch_idx.dtype}")
         block_table = cache_batch_idx.unsqueeze(1)  # a sequence is one page
     out, lse = forward_kvcache(
         q,
@@ -168,7 +172,8 @@ def merge_states(out_a, lse_a, out_b, lse_b):
 
     With it a prefix that many requests share, say, is attended to once: results over the prefix and
     over the rest merge to those over both. Merging is associative, so any number of parts is merged
-    two by two. Plain operators: any device, differentiable.
+    two by two. Plain operators: any device, differentiable in all arguments. The LSE that this
+    package returns is not, so training through it is refused.
 
     Args:
         out_a, out_b: `(batch, seqlen_q, heads_q, head_dim)`, results over different keys, as from
@@ -181,7 +186,7 @@ def merge_states(out_a, lse_a, out_b, lse_b):
         lse_a. Where neither part has keys, out is 0 and lse -inf.
 
     Raises:
-        RuntimeError: shapes or dtypes that do not fit.
+        RuntimeError: shapes that do not fit; an out that requires grad beside an lse that does not.
     """
     out, lse = torch.ops.fa.merge_states(out_a.transpose(1, 2), lse_a, out_b.transpose(1, 2), lse_b)
     return out.transpose(1, 2), lse

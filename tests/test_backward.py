@@ -98,6 +98,15 @@ def test_bands(device, case):
         Case(torch.float16, batch=1, heads=(6, 6), seqlens=(3000, 4100), head_dim=64),
         Case(torch.bfloat16, batch=1, heads=(16, 8), seqlens=(4096, 4096), is_causal=True),
         Case(torch.float16, batch=1, heads=(2, 1), seqlens=(1500, 2500), mask="own-11qk"),
+        Case(torch.float16, batch=1, heads=(8, 4), seqlens=(4096, 4096), head_dim=256),
+        Case(
+            torch.bfloat16,
+            batch=1,
+            heads=(8, 4),
+            seqlens=(4096, 4096),
+            head_dim=256,
+            is_causal=True,
+        ),
     ],
     devices=["cuda"],
 )

@@ -638,3 +638,12 @@ def test_mask_that_is_no_tensor():
         torch_sdpa(*qkv("cpu"), attn_mask=[1])
     with pytest.raises(TypeError):
         scaled_dot_product_attention(*qkv("cpu"), attn_mask=[1])
+
+
+def test_a_tensor_is_no_scale(device):
+    x = torch.randn(1, 2, 4, 8, dtype=torch.half, device=device)
+    scale = torch.tensor(0.3, requires_grad=True)
+    with pytest.raises(TypeError, match="scale: must be a float, got a tensor"):
+        flashattn_ext.scaled_dot_product_attention(x, x, x, scale=scale)
+    with pytest.raises(TypeError, match="softmax_scale: must be a float, got a tensor"):
+        flashattn_ext.flash_attn_func(x, x, x, softmax_scale=scale)

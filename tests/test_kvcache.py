@@ -450,6 +450,32 @@ def test_no_gradient(device):
         out.sum().backward()
 
 
+def test_merge_refuses_an_lse_without_gradient(device):
+    query, key, value = (randn(1, 3, 2, 32, device=device).requires_grad_() for _ in range(3))
+    parts = [
+        flash_attn_func(query, key[:, i], value[:, i], return_attn_probs=True)[:2]
+        for i in (slice(0, 1), slice(1, 3))
+    ]
+    with pytest.raises(RuntimeError, match="lse_a: must require grad where out_a does"):
+        merge_states(*parts[0], *parts[1])
+    with torch.no_grad():
+        merge_states(*parts[0], *parts[1])
+
+
+def test_autograd_notices_an_append(device):
+    cache = Cache(device, [8], 9, 2, 32)
+    weight = torch.ones_like(cache.key).requires_grad_()
+    loss = (weight * cache.key).nan_to_num(0).sum()
+    query, new = (randn(1, 1, 2, 32, device=device) for _ in range(2))
+    lengths = torch.tensor([8], dtype=torch.int32, device=device)
+    forward_kvcache(query, cache.key, cache.value, lengths)
+    before = cache.key._version, cache.value._version
+    forward_kvcache(query, cache.key, cache.value, lengths, None, new, new)
+    assert cache.key._version == before[0] + 1 and cache.value._version == before[1] + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # ---- Nothing to do
 
 

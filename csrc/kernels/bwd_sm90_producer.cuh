@@ -99,11 +99,16 @@ template <class Config>
 FA_DEVICE void add_dq_blocks(const BwdParams& p, typename Config::SharedStorage& smem) {
   const int visits = smem.work.visits;
   typename Config::Ring pos;
+  Visit visit, next;
 #pragma unroll 1
-  for (int i = 0; i < visits; ++i, pos.advance()) {
+  for (int i = 0; i < visits; ++i, visit = next) {
     const int stage = pos.stage();
     ptx::mbarrier_try_wait_parity(ptx::smem_addr(&smem.full_dq[stage]), pos.phase());
-    const Visit& visit = smem.visit[pos.state];
+    // The next visit is known, since the consumers had its Q before they stored this dQ. Read now:
+    // once they may store two blocks ahead, nothing keeps the producer from its place.
+    if (i == 0) visit = smem.visit[pos.state];
+    pos.advance();
+    next = smem.visit[pos.state];
     const int64_t row = visit.row;
     // Deterministic: key blocks add to a query block in ascending order. A CTA waits only for CTAs
     // before it, which started no later.

@@ -186,12 +186,13 @@ class BwdWarpgroup {
     }
   }
 
-  // The turns of add_dq_blocks, with straight adds: here all 8 warps of a key block count.
+  // The turns of add_dq_blocks, with straight adds: here all 8 warps of a key block count, and some
+  // may have passed theirs before others take it.
   FA_DEVICE void take_turn(const Visit& visit) const {
     if (p_.turns == nullptr) return;
     const unsigned* gTurn = p_.turns + visit.row / kBlockM;
     const unsigned before = 8 * visit.key_blocks_before;
-    while (!__all_sync(0xffffffff, ptx::ld_acquire_gpu_global_u32(gTurn) == before)) {
+    while (!__all_sync(0xffffffff, ptx::ld_acquire_gpu_global_u32(gTurn) >= before)) {
     }
   }
   FA_DEVICE void pass_turn(const Visit& visit) const {

@@ -60,7 +60,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
                                                 bool is_causal, std::optional<double> scale,
                                                 int64_t window_left, int64_t window_right,
                                                 bool bottom_right, bool /*deterministic*/) {
-  const c10::cuda::CUDAGuard guard(query.device());
+  const c10::cuda::CUDAGuard guard(cuda_device_of(query));
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   Plan plan = plan_forward(query, key, value, attn_mask, is_causal, scale, window_left,
                            window_right, bottom_right, device, /*copy_values=*/true);
@@ -95,7 +95,7 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
                                 const at::Tensor& value, const std::optional<at::Tensor>& attn_mask,
                                 bool is_causal, std::optional<double> scale, int64_t window_left,
                                 int64_t window_right, bool bottom_right) {
-  const c10::cuda::CUDAGuard guard(query.device());
+  const c10::cuda::CUDAGuard guard(cuda_device_of(query));
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   const Plan plan = plan_forward(query, key, value, attn_mask, is_causal, scale, window_left,
                                  window_right, bottom_right, device, /*copy_values=*/false);

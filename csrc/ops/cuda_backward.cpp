@@ -113,7 +113,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_cuda(
     const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
     const std::optional<at::Tensor>& attn_mask, bool is_causal, std::optional<double> scale,
     int64_t window_left, int64_t window_right, bool bottom_right, bool deterministic) {
-  const c10::cuda::CUDAGuard guard(query.device());
+  const c10::cuda::CUDAGuard guard(cuda_device_of(query));
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   Plan plan = plan_backward(grad_out, query, key, value, out, lse, attn_mask, is_causal, scale,
                             window_left, window_right, bottom_right, device, /*copy_values=*/true);
@@ -154,7 +154,7 @@ std::string backward_kernel_cuda(const at::Tensor& grad_out, const at::Tensor& q
                                  const std::optional<at::Tensor>& attn_mask, bool is_causal,
                                  std::optional<double> scale, int64_t window_left,
                                  int64_t window_right, bool bottom_right, bool /*deterministic*/) {
-  const c10::cuda::CUDAGuard guard(query.device());
+  const c10::cuda::CUDAGuard guard(cuda_device_of(query));
   const cudaDeviceProp& device = *at::cuda::getCurrentDeviceProperties();
   const Plan plan =
       plan_backward(grad_out, query, key, value, out, lse, attn_mask, is_causal, scale, window_left,

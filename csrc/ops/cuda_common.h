@@ -14,6 +14,13 @@
 
 namespace fa {
 
+// The dispatcher comes here if any tensor is on CUDA.
+inline c10::Device cuda_device_of(const at::Tensor& query) {
+  TORCH_CHECK(query.is_cuda(), "query: device must be that of the CUDA tensors of the call, got ",
+              query.device());
+  return query.device();
+}
+
 inline void check_cuda(const at::Tensor& query, const Problem& problem) {
   const at::ScalarType dtype = query.scalar_type();
   TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16,

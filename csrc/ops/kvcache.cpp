@@ -3,6 +3,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/maximum.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -118,6 +119,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cpu(
   at::Tensor out = at::empty(query.sizes(), query.options());
   at::Tensor lse = at::empty({p.batch, p.heads_q, p.seqlen_q}, query.options().dtype(lse_dtype));
   const auto side = [](int64_t window) { return window == kUnlimited ? -1 : window; };
+  if (p.seqlen_new > 0) count_append(key_cache, value_cache);
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t before =
         has(seqlens_k) ? int64_t{(*seqlens_k)[b].item<int>()} : p.capacity - p.seqlen_new;
@@ -164,9 +166,21 @@ void check_states(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Te
 }
 
 // In plain operators, so that every device, autograd and tracing have it.
+// The weights of the parts follow from lse: with a constant one, gradients would be wrong,
+// silently.
+void check_gradient(const char* name, const at::Tensor& lse, const char* out_name,
+                    const at::Tensor& out) {
+  TORCH_CHECK(!c10::GradMode::is_enabled() || !out.requires_grad() || lse.requires_grad(), name,
+              ": must require grad where ", out_name,
+              " does, got requires_grad=False; fa::forward returns an lse without gradient, so "
+              "attention that trains has to see all keys in one call");
+}
+
 std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a, const at::Tensor& lse_a,
                                                 const at::Tensor& out_b, const at::Tensor& lse_b) {
   check_states(out_a, lse_a, out_b, lse_b);
+  check_gradient("lse_a", lse_a, "out_a", out_a);
+  check_gradient("lse_b", lse_b, "out_b", out_b);
   // The weights are not taken from the merged LSE: a large one has no digits left for them. Nothing
   // may be NaN and be masked afterwards, since its gradient would be NaN all the same.
   const at::Tensor empty_a = lse_a.eq(-kInf), empty_b = lse_b.eq(-kInf);

@@ -149,4 +149,12 @@ inline KvCacheProblem check_kvcache(
   return problem;
 }
 
+// So that autograd notices when a cache that it has saved is written to: the kernels, and what they
+// call, work below the dispatch key that would count.
+inline void count_append(const at::Tensor& key_cache, const at::Tensor& value_cache) {
+  for (const at::Tensor& cache : {key_cache, value_cache}) {
+    if (!cache.is_inference()) cache.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 }  // namespace fa

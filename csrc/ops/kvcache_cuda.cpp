@@ -141,7 +141,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cuda(
     const std::optional<at::Tensor>& new_key, const std::optional<at::Tensor>& new_value,
     bool is_causal, std::optional<double> scale, int64_t window_left, int64_t window_right,
     int64_t num_splits, bool batch_invariant) {
-  const c10::cuda::CUDAGuard guard(query.device());
+  const c10::cuda::CUDAGuard guard(cuda_device_of(query));
   const cudaDeviceProp& properties = *at::cuda::getCurrentDeviceProperties();
   const KvCacheProblem p =
       check_kvcache(query, key_cache, value_cache, seqlens_k, block_table, new_key, new_value,
@@ -158,6 +158,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cuda(
   const at::Tensor lengths = whole_integers(seqlens_k), table = whole_integers(block_table);
   const KvCache cache = make_cache(p, key_cache, value_cache, lengths, table);
   if (p.seqlen_new > 0 && p.batch > 0 && p.heads_k > 0) {
+    count_append(key_cache, value_cache);
     check(append(p, cache, whole_elements(*new_key), whole_elements(*new_value), features, stream));
   }
   // Past the dispatcher, which would take 2 us of an eager call.
