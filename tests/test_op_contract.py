@@ -307,7 +307,7 @@ def test_operands_on_another_device(device):
         match = rf"{name}: device must equal that of query \(cuda:0\), got cpu"
         with pytest.raises(RuntimeError, match=match):
             forward(*arguments)
-    with pytest.raises(RuntimeError, match="query: device must be that of .*, got cpu"):
+    with pytest.raises(RuntimeError, match=r"query: device must be that of .*, got cpu"):
         forward(query.cpu(), key.cpu(), value.cpu(), mask.to(device))
 
 
