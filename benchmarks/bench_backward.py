@@ -21,10 +21,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import bench_prefill
+import command
 import harness
 import peak_memory
 import rates
@@ -279,43 +279,20 @@ def run_problem(
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default_device)
-    parser.add_argument("--quick", action="store_true", help="few, short samples; noisy")
+    parser = command.make_parser(__doc__, "backward.json")
+    command.add_problem_arguments(parser)
     parser.add_argument("--only", help="suites to run, comma-separated (default: all)")
-    parser.add_argument("--match", default="", help="only problems whose label contains this")
     parser.add_argument(
         "--candidates",
         default=",".join(DEFAULT_CANDIDATES),
         help=f"of grid, dtype and memory: {', '.join(METHODS)} (default: %(default)s)",
     )
-    parser.add_argument("--samples", type=int, help="samples per candidate and problem, at least 2")
-    parser.add_argument(
-        "--out", type=Path, default="backward.json", help="result file (default: %(default)s)"
-    )
-    parser.add_argument("--commit", help="commit to note in the result, outside a git checkout")
     options = parser.parse_args(arguments)
-
     suites = gpu_suites() if options.device.type == "cuda" else cpu_suites(options.quick)
-    chosen = options.only.split(",") if options.only else list(suites)
-    for suite in chosen:
-        if suite not in suites:
-            parser.error(f"--only: must be of {', '.join(suites)}, got {suite}")
-    options.names = options.candidates.split(",")
-    for name in options.names:
-        if name not in METHODS:
-            parser.error(f"--candidates: must be of {', '.join(METHODS)}, got {name}")
-    options.problems = [p for s in chosen for p in suites[s] if options.match in p.label()]
-    if not options.problems:
-        parser.error(f"--match: must be part of a problem's label, got {options.match}")
-    options.settings = harness.QUICK if options.quick else SETTINGS
-    if options.samples is not None:
-        if options.samples < 2:
-            parser.error(f"--samples: must be at least 2, got {options.samples}")
-        options.settings = replace(options.settings, samples=options.samples)
+    suite_names = command.names(parser, "--only", options.only, suites)
+    options.names = command.names(parser, "--candidates", options.candidates, METHODS)
+    problems = [problem for name in suite_names for problem in suites[name]]
+    command.choose(parser, options, problems, SETTINGS)
     return options
 
 
@@ -338,54 +315,19 @@ def describe(row: dict, result: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    import flashattn_ext
-
-    options = parse_arguments(arguments)
-    device, settings, start = options.device, options.settings, time.perf_counter()
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    environment = harness.environment(device)
-    if options.commit:
-        environment["commit"] = options.commit
-    environment["flashattn_ext"] = flashattn_ext.build_info()
-    environment["gpu_before"] = harness.gpu_state(device)
-    environment["gpu_loaded"] = harness.settle(device)
-    dtypes = dict.fromkeys(problem.dtype for problem in options.problems)
-    result = {
-        "schema": harness.SCHEMA,
+    options, start = parse_arguments(arguments), time.perf_counter()
+    fields = {
         "benchmark": "backward",
         "labels": {name: bench_prefill.CANDIDATES[name].label for name in options.names},
-        "environment": environment,
-        "settings": asdict(settings),
-        "ceilings": harness.ceilings(dtypes, device, settings),
-        "ceilings_after": {},
-        "rows": [],
     }
-    progress = harness.Progress(len(options.problems))
-    for problem in options.problems:
-        row = run_problem(problem, options.names, device, settings)
-        result["rows"].append(row)
-        harness.write_result(options.out, result)
-        progress.advance(describe(row, result))
-    progress.close()
-    result["ceilings_after"] = harness.ceilings(dtypes, device, settings)
-    environment["gpu_after"] = harness.settle(device, least_seconds=0.2)
-    harness.write_result(options.out, result)
-
+    result = command.measure(
+        options,
+        fields,
+        lambda problem, device: run_problem(problem, options.names, device, options.settings),
+        describe,
+    )
     print("", report.backward_summary(result), "", sep="\n")
-    failures = [
-        f"{row['label']}: {name}: {reason}"
-        for row in result["rows"]
-        for name, r in row["results"].items()
-        if (reason := r.get("wrong") or (name.startswith("ours") and r.get("error")))
-    ]
-    count, seconds = len(result["rows"]), time.perf_counter() - start
-    print(f"{count} problems, {len(failures)} failures, {seconds:.0f} s -> {options.out}")
-    for line in failures:
-        print(f"FAILED {line}", file=sys.stderr)
-    return 1 if failures else 0
+    return 1 if command.report_failures(result, options, start) else 0
 
 
 if __name__ == "__main__":

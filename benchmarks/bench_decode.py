@@ -19,10 +19,10 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import bench_prefill
+import command
 import harness
 import rates
 import torch
@@ -169,10 +169,10 @@ def bars(result: dict) -> list[Bar]:
     ]
 
 
-def describe(row: dict, device: str) -> str:
+def describe(row: dict, result: dict) -> str:
     """One line for the terminal."""
     parts = [f"{row['label']:46}"]
-    gbs = speeds(row, device)
+    gbs = speeds(row, result["environment"]["device"])
     for candidate in CANDIDATES:
         outcome = row["results"][candidate.name]
         us = outcome.get("median_us")
@@ -190,70 +190,30 @@ def describe(row: dict, device: str) -> str:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default_device)
-    parser.add_argument("--quick", action="store_true", help="few, short samples; noisy")
-    parser.add_argument("--match", default="", help="only problems whose label contains this")
+    parser = command.make_parser(__doc__, "decode.json")
+    command.add_problem_arguments(parser)
     parser.add_argument("--bars", action="store_true", help="print the bars for an H200")
-    parser.add_argument(
-        "--out", type=Path, default="decode.json", help="result file (default: %(default)s)"
-    )
-    parser.add_argument("--commit", help="commit to note in the result, outside a git checkout")
     options = parser.parse_args(arguments)
     problems = gpu_problems() if options.device.type == "cuda" else cpu_problems()
-    options.problems = [p for p in problems if options.match in p.label()]
-    if not options.problems:
-        parser.error(f"--match: must be part of a problem's label, got {options.match}")
-    options.settings = harness.QUICK if options.quick else harness.Settings()
+    command.choose(parser, options, problems, harness.Settings())
     return options
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    device, settings, start = options.device, options.settings, time.perf_counter()
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    import flashattn_ext
-
-    environment = harness.environment(device)
-    if options.commit:
-        environment["commit"] = options.commit
-    environment["flashattn_ext"] = flashattn_ext.build_info()
-    environment["gpu_before"] = harness.gpu_state(device)
-    environment["gpu_loaded"] = harness.settle(device)
-    dtypes = dict.fromkeys(problem.dtype for problem in options.problems)
-    result = {
-        "schema": harness.SCHEMA,
+    options, start = parse_arguments(arguments), time.perf_counter()
+    fields = {
         "benchmark": "decode",
         "labels": {candidate.name: candidate.label for candidate in CANDIDATES},
-        "environment": environment,
-        "settings": asdict(settings),
-        "ceilings": harness.ceilings(dtypes, device, settings),
-        "rows": [],
     }
-    progress = harness.Progress(len(options.problems))
-    for problem in options.problems:
-        row = harness.run_problem(problem, CANDIDATES, device, settings)
-        result["rows"].append(row)
-        harness.write_result(options.out, result)
-        progress.advance(describe(row, environment["device"]))
-    progress.close()
-    failures = [
-        f"{row['label']}: {result['labels'][name]}: {reason}"
-        for row in result["rows"]
-        for name, r in row["results"].items()
-        if (reason := r.get("wrong") or (name.startswith("ours") and r.get("error")))
-    ]
-    seconds = time.perf_counter() - start
-    print(f"{len(result['rows'])} problems, {len(failures)} failures, {seconds:.0f} s", end="")
-    print(f" -> {options.out}")
-    for line in failures:
-        print(f"FAILED {line}", file=sys.stderr)
+    result = command.measure(
+        options,
+        fields,
+        lambda problem, device: harness.run_problem(problem, CANDIDATES, device, options.settings),
+        describe,
+    )
+    failures = command.report_failures(
+        result, options, start, lambda row, name: result["labels"][name]
+    )
     missed = False
     if options.bars:
         found = bars(result)

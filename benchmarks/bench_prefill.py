@@ -14,9 +14,8 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
 
+import command
 import dtype_speed
 import harness
 import host_cost
@@ -166,45 +165,21 @@ def cpu_suites(quick: bool) -> dict[str, list[Problem]]:
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default_device)
-    parser.add_argument("--quick", action="store_true", help="few, short samples; noisy")
+    parser = command.make_parser(__doc__, "prefill.json")
+    command.add_problem_arguments(parser)
     parser.add_argument("--only", help="suites to run, comma-separated (default: all)")
-    parser.add_argument("--match", default="", help="only problems whose label contains this")
     parser.add_argument(
         "--candidates",
         default=",".join(DEFAULT_CANDIDATES),
         help=f"comma-separated, of {', '.join(CANDIDATES)} (default: %(default)s)",
     )
-    parser.add_argument("--samples", type=int, help="samples per candidate and problem, at least 2")
-    parser.add_argument(
-        "--out", type=Path, default="prefill.json", help="result file (default: %(default)s)"
-    )
-    parser.add_argument("--commit", help="commit to note in the result, outside a git checkout")
     options = parser.parse_args(arguments)
-
-    gpu = options.device.type == "cuda"
-    suites = gpu_suites() if gpu else cpu_suites(options.quick)
-    chosen = options.only.split(",") if options.only else list(suites)
-    for suite in chosen:
-        if suite not in suites:
-            parser.error(f"--only: must be of {', '.join(suites)}, got {suite}")
-    names = options.candidates.split(",")
-    for name in names:
-        if name not in CANDIDATES:
-            parser.error(f"--candidates: must be of {', '.join(CANDIDATES)}, got {name}")
-    options.problems = [p for s in chosen for p in suites[s] if options.match in p.label()]
-    if not options.problems:
-        parser.error(f"--match: must be part of a problem's label, got {options.match}")
+    suites = gpu_suites() if options.device.type == "cuda" else cpu_suites(options.quick)
+    suite_names = command.names(parser, "--only", options.only, suites)
+    names = command.names(parser, "--candidates", options.candidates, CANDIDATES)
     options.chosen = [CANDIDATES[name] for name in names]
-    options.settings = harness.QUICK if options.quick else harness.Settings()
-    if options.samples is not None:
-        if options.samples < 2:
-            parser.error(f"--samples: must be at least 2, got {options.samples}")
-        options.settings = replace(options.settings, samples=options.samples)
+    problems = [problem for name in suite_names for problem in suites[name]]
+    command.choose(parser, options, problems, harness.Settings())
     return options
 
 
@@ -233,67 +208,32 @@ def describe(row: dict, result: dict) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = parse_arguments(arguments)
-    device, settings, start = options.device, options.settings, time.perf_counter()
-    if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
-    torch.manual_seed(0)
-    environment = harness.environment(device)
-    if options.commit:
-        environment["commit"] = options.commit
+    options, start = parse_arguments(arguments), time.perf_counter()
+
+    def run_problem(problem: Problem, device: torch.device) -> dict:
+        if problem.suite == host_cost.SUITE:
+            return host_cost.run_problem(problem, device, options.settings)
+        if problem.suite == dtype_speed.SUITE:
+            both = [CANDIDATES[name] for name in dtype_speed.CANDIDATES]
+            return dtype_speed.run_problem(problem, both, device, options.settings)
+        return harness.run_problem(problem, options.chosen, device, options.settings)
+
     # These suites have candidates of their own, ours among them.
     own = any(p.suite in (host_cost.SUITE, dtype_speed.SUITE) for p in options.problems)
-    if own or CANDIDATES["ours"] in options.chosen:
-        import flashattn_ext
-
-        environment["flashattn_ext"] = flashattn_ext.build_info()
-
-    environment["gpu_before"] = harness.gpu_state(device)
-    environment["gpu_loaded"] = harness.settle(device)
-    dtypes = dict.fromkeys(problem.dtype for problem in options.problems)
-    result = {
-        "schema": harness.SCHEMA,
+    fields = {
         "benchmark": "prefill",
         "labels": {candidate.name: candidate.label for candidate in options.chosen},
         "host_labels": host_cost.LABELS,
         "dtype_labels": dtype_speed.LABELS,
-        "environment": environment,
-        "settings": asdict(settings),
-        "ceilings": harness.ceilings(dtypes, device, settings),
-        "ceilings_after": {},
-        "rows": [],
     }
-    progress = harness.Progress(len(options.problems))
-    for problem in options.problems:
-        if problem.suite == host_cost.SUITE:
-            row = host_cost.run_problem(problem, device, settings)
-        elif problem.suite == dtype_speed.SUITE:
-            both = [CANDIDATES[name] for name in dtype_speed.CANDIDATES]
-            row = dtype_speed.run_problem(problem, both, device, settings)
-        else:
-            row = harness.run_problem(problem, options.chosen, device, settings)
-        result["rows"].append(row)
-        harness.write_result(options.out, result)
-        progress.advance(describe(row, result))
-    progress.close()
-    result["ceilings_after"] = harness.ceilings(dtypes, device, settings)
-    environment["gpu_after"] = harness.settle(device, least_seconds=0.2)
-    harness.write_result(options.out, result)
-
+    with_package = own or CANDIDATES["ours"] in options.chosen
+    result = command.measure(options, fields, run_problem, describe, with_package)
     print(f"\nceilings {result['ceilings']}, after {result['ceilings_after']}")
     if any(row["suite"] == "grid" for row in result["rows"]):
         print(report.grid_table(result))
-    failures = [
-        f"{row['label']}: {report.row_labels(result, row)[name]}: {reason}"
-        for row in result["rows"]
-        for name, r in row["results"].items()
-        if (reason := r.get("wrong") or (name.startswith("ours") and r.get("error")))
-    ]
-    count, seconds = len(result["rows"]), time.perf_counter() - start
-    print(f"{count} problems, {len(failures)} failures, {seconds:.0f} s -> {options.out}")
-    for line in failures:
-        print(f"FAILED {line}", file=sys.stderr)
+    failures = command.report_failures(
+        result, options, start, lambda row, name: report.row_labels(result, row)[name]
+    )
     return 1 if failures else 0
 
 

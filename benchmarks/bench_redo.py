@@ -17,9 +17,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
 import bench_prefill
+import command
 import harness
 import report
 import torch
@@ -156,11 +156,7 @@ def time_row(problem: Problem, device: torch.device, settings: harness.Settings)
 
 
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    default_device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", type=torch.device, default=default_device)
+    parser = command.make_parser(__doc__, "redo.json")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, comma-separated")
     parser.add_argument(
         "--block-n", default="64,80,128", help="keys in a block (default: %(default)s)"
@@ -174,20 +170,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--heads", type=int, default=4, help="of the made scores (default: %(default)s)"
     )
-    parser.add_argument("--quick", action="store_true", help="few, short samples; noisy")
-    parser.add_argument(
-        "--out", type=Path, default="redo.json", help="result file (default: %(default)s)"
-    )
-    parser.add_argument("--commit", help="commit to note in the result, outside a git checkout")
     options = parser.parse_args(arguments)
-    options.parts = options.only.split(",")
-    for part in options.parts:
-        if part not in PARTS:
-            parser.error(f"--only: must be of {', '.join(PARTS)}, got {part}")
-    options.walk = options.walk.split(",")
-    for walk in options.walk:
-        if walk not in WALKS:
-            parser.error(f"--walk: must be of {', '.join(WALKS)}, got {walk}")
+    options.parts = command.names(parser, "--only", options.only, PARTS)
+    options.walk = command.names(parser, "--walk", options.walk, WALKS)
     options.block_n = [int(text) for text in options.block_n.split(",")]
     if options.device.type != "cuda" and "time" in options.parts:
         options.parts.remove("time")
