@@ -212,6 +212,8 @@ def main():
     parser.add_argument("--prompt-length", type=int, default=512, help="random tokens")
     parser.add_argument("--new-tokens", type=int, default=32, help="at least 2")
     args = parser.parse_args()
+    if args.new_tokens < 2:
+        parser.error(f"--new-tokens: must be at least 2, got {args.new_tokens}")
     torch.manual_seed(0)
     on_gpu = args.device.startswith("cuda")
     dtype = torch.bfloat16 if on_gpu else torch.float32

@@ -91,13 +91,14 @@ def main():
     tokenizer = None
     if args.checkpoint:
         model = AutoModelForCausalLM.from_pretrained(args.checkpoint, dtype=dtype).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
+        if not args.prompt_length:
+            tokenizer = AutoTokenizer.from_pretrained(args.checkpoint)
     else:
         with device:
             config = Qwen3Config(**(QWEN3_0_6B if on_gpu else TINY))
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.eval()
-    if tokenizer and not args.prompt_length:
+    if tokenizer:
         tokens = tokenizer(args.prompt, return_tensors="pt").input_ids.to(device)
     else:
         length = args.prompt_length or (2048 if on_gpu else 128)

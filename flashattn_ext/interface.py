@@ -257,7 +257,7 @@ def _forward_any_rank(query, key, value, attn_mask, is_causal, scale, enable_gqa
     return out.reshape(*(*batch, heads[0])[: rank - 2], *out.shape[-2:])
 
 
-def _check_scale(name, scale):
+def check_scale(name, scale):
     # The dispatcher would take the number out of a tensor, and its gradient would be lost.
     if isinstance(scale, torch.Tensor):
         raise TypeError(f"{name}: must be a float, got a tensor")
@@ -323,11 +323,12 @@ def scaled_dot_product_attention(
             enable_gqa, or not dividing it; shapes, dtypes or devices that do not fit. The message
             names the argument, the rule and the value.
         ValueError: a causal bias together with is_causal.
+        TypeError: scale is a tensor.
     """
     ranks = (query.dim(), key.dim(), value.dim())
     if min(ranks) < 2:
         raise RuntimeError(f"query, key, value: must have at least 2 dimensions, got {ranks}")
-    _check_scale("scale", scale)
+    check_scale("scale", scale)
     bottom_right = False
     if attn_mask is not None:
         if not isinstance(attn_mask, torch.Tensor) or attn_mask.is_nested:
@@ -505,9 +506,10 @@ def flash_attn_func(
     Raises:
         NotImplementedError (a RuntimeError): dropout_p, softcap or alibi_slopes is set.
         RuntimeError: shapes, dtypes, devices or window sides that do not fit.
+        TypeError: softmax_scale is a tensor.
     """
     _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slopes)
-    _check_scale("softmax_scale", softmax_scale)
+    check_scale("softmax_scale", softmax_scale)
     left, right = window_size
     device_type = q.device.type
     if _in_autocast(device_type):
@@ -556,9 +558,9 @@ def forward_kernel(
 
     Returns:
         A string such as "fwd_sm90 192x64: sm_90, rows that the bulk copy engine can take" or
-        "fwd_sm80 64x64: scale is not positive": the kernel, the query rows of a tile and the keys
-        of a block, and the reason; "none: no query or no key" where there is nothing to do, "cpu"
-        for the CPU. Nothing is launched. For tensors with memory: not for tracing.
+        "fwd_sm80 128x64: scale is not positive": the kernel, the query rows of a tile and the keys
+        of a block, and the reason. On CUDA "none: no query or no key" where there is nothing to do;
+        on the CPU always "cpu: query is on the CPU". Nothing is launched. For tensors with memory: not for tracing.
 
     Raises:
         RuntimeError: whatever the operator refuses.

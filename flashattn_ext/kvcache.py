@@ -5,6 +5,7 @@ attention over parts of the keys. flash-attn's `flash_attn_with_kvcache`, and `m
 import torch
 
 from . import ops
+from .interface import check_scale
 
 forward_kvcache = torch.ops.fa.forward_kvcache.default
 
@@ -106,8 +107,8 @@ def flash_attn_with_kvcache(
         softcap: must be 0.
         rotary_interleaved: without meaning, as nothing is rotated.
         alibi_slopes: must be None.
-        num_splits: into how many parts the keys are cut on CUDA, at most 128; 0 chooses from the
-            shapes.
+        num_splits: into how many parts the keys are cut on CUDA; more than 128 count as 128; 0
+            chooses from the shapes.
         return_softmax_lse: return LSE too.
         batch_invariant: on CUDA, the result of a sequence has the same bits whatever else is in the
             batch, and however large the batch is, as long as the capacity and seqlen_q are the
@@ -122,8 +123,13 @@ def flash_attn_with_kvcache(
     Raises:
         NotImplementedError (a RuntimeError): rotary, leftpad, softcap or alibi_slopes is set.
         RuntimeError: arguments that do not fit. The message has the operator's names: key_cache
-            for k_cache, new_key for k, seqlens_k for cache_seqlens.
+            for k_cache, new_key for k, seqlens_k for cache_seqlens, window_left for window_size,
+            block_table for cache_batch_idx.
+        TypeError: softmax_scale is a tensor.
+
+    Unlike the other functions it does not cast under `torch.autocast`.
     """
+    check_scale("softmax_scale", softmax_scale)
     for name, rotary in (("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
         if rotary is not None:
             _refuse(name, "a tensor", "must be None; rotate q and k before the call")

@@ -645,5 +645,6 @@ def test_a_tensor_is_no_scale(device):
     scale = torch.tensor(0.3, requires_grad=True)
     with pytest.raises(TypeError, match="scale: must be a float, got a tensor"):
         flashattn_ext.scaled_dot_product_attention(x, x, x, scale=scale)
-    with pytest.raises(TypeError, match="softmax_scale: must be a float, got a tensor"):
-        flashattn_ext.flash_attn_func(x, x, x, softmax_scale=scale)
+    for function in (flashattn_ext.flash_attn_func, flashattn_ext.flash_attn_with_kvcache):
+        with pytest.raises(TypeError, match="softmax_scale: must be a float, got a tensor"):
+            function(x, x, x, softmax_scale=scale)
