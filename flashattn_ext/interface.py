@@ -560,7 +560,8 @@ def forward_kernel(
         A string such as "fwd_sm90 192x64: sm_90, rows that the bulk copy engine can take" or
         "fwd_sm80 128x64: scale is not positive": the kernel, the query rows of a tile and the keys
         of a block, and the reason. On CUDA "none: no query or no key" where there is nothing to do;
-        on the CPU always "cpu: query is on the CPU". Nothing is launched. For tensors with memory: not for tracing.
+        on the CPU always "cpu: query is on the CPU". Nothing is launched. For tensors with memory:
+        not for tracing.
 
     Raises:
         RuntimeError: whatever the operator refuses.

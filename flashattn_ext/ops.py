@@ -1,11 +1,15 @@
-"""The dispatcher side of the package: what the operators need from Python for tracing and vmap.
+"""The dispatcher side of the package: what the operators need from Python for tracing, vmap and
+torch's flop counter.
 
 The schemas, the CPU and CUDA kernels and the derivative are C++ and are registered when `_C` is
 loaded. Shape and dtype rules stand there only (csrc/ops/checks.h); nothing here repeats them.
 Nothing here is public.
 """
 
+import math
+
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from . import _C  # noqa: F401  (loading it defines the operators)
 
@@ -116,3 +120,34 @@ def _backward_vmap(
     folded = (t.flatten(0, 1) for t in tensors)
     gradients = backward(*folded, attn_mask, *options, **keywords)
     return tuple(t.unflatten(0, (mapped, batch)) for t in gradients), (0, 0, 0)
+
+
+# Floating-point operations by torch's rules for its own attention: every pair of a query and a key
+# counts, also one that a mask, causal or a window hides, and a key head counts once for each query
+# head that it serves. A formula gets shapes in place of tensors.
+
+
+def _product_flops(query, seqlen_k):
+    """One product of every query with every key: a multiplication and an addition per element."""
+    return 2 * math.prod(query) * seqlen_k
+
+
+@register_flop_formula(torch.ops.fa.forward)
+def _forward_flops(query, key, *args, **kwargs):
+    """S = Q K^T and O = P V."""
+    return 2 * _product_flops(query, key[2])
+
+
+@register_flop_formula(torch.ops.fa.backward)
+def _backward_flops(grad_out, query, key, *args, **kwargs):
+    """S again, dP, and a product for each of dQ, dK and dV."""
+    return 5 * _product_flops(query, key[2])
+
+
+@register_flop_formula(torch.ops.fa.forward_kvcache)
+def _forward_kvcache_flops(
+    query, key_cache, value_cache, seqlens_k=None, block_table=None, *args, **kwargs
+):
+    """As forward, over all slots of a sequence, filled or not: the lengths are on the device."""
+    slots = key_cache[1] if block_table is None else key_cache[1] * block_table[1]
+    return 2 * _product_flops(query, slots)
