@@ -50,10 +50,11 @@ __all__ = [
 
 
 def __getattr__(name: str):
-    # So that `flashattn_ext.transformers.register()` needs no import of its own, and
-    # `import flashattn_ext` does not import Hugging Face transformers.
-    if name == "transformers":
-        return importlib.import_module(".transformers", __name__)
+    # So that `flashattn_ext.transformers.register()` and `flashattn_ext.distributed.register()`
+    # need no import of their own, and `import flashattn_ext` imports neither Hugging Face
+    # transformers nor the experimental parts of torch.distributed.
+    if name in ("distributed", "transformers"):
+        return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

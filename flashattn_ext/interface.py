@@ -74,7 +74,7 @@ def _wrapped_reason(query, key, value):
     for tensor in (query, key, value):
         if tensor.is_nested:
             return "nested tensors"
-        if hasattr(type(tensor), "__tensor_flatten__"):
+        if hasattr(type(tensor), "__tensor_flatten__") and type(tensor) not in ops.tensor_types:
             return f"tensors of type {type(tensor).__name__}"
     return None
 
@@ -315,8 +315,8 @@ def scaled_dot_product_attention(
     so, once per reason in a process. Reasons: dropout; a mask that requires grad while grad mode is
     on; derivatives by torch.func (grad, vjp, jvp and what is made of them) and in forward mode;
     head_dim above 256; value with another head_dim; float32 and float64 on CUDA; a package built
-    without CUDA, or a GPU below compute capability 8.0; devices other than CPU and CUDA; nested and
-    distributed tensors.
+    without CUDA, or a GPU below compute capability 8.0; devices other than CPU and CUDA; nested
+    tensors, and distributed ones before `flashattn_ext.distributed.register()`.
 
     Raises:
         RuntimeError: attn_mask together with is_causal; heads_k other than heads_q without

@@ -18,6 +18,9 @@ from . import _C  # noqa: F401  (loading it defines the operators)
 forward = torch.ops.fa.forward.default
 backward = torch.ops.fa.backward.default
 
+# Tensor subclasses that the operators take: DTensor, once it has our rules (distributed.py).
+tensor_types = set()
+
 
 def _check_devices(query, **others):
     """Beside one meta tensor, the dispatcher sends real ones to the fake kernels too."""
