@@ -355,8 +355,13 @@ def error_bound(reference, low, dtype):
     error = (low.double() - reference.out).abs().nan_to_num(nan=0.0, posinf=0.0)
     accumulator = torch.promote_types(dtype, torch.float32)
     eps = (4 + reference.out.shape[-1] ** 0.5) * torch.finfo(accumulator).eps
-    # In float64 the reference has the same rounding errors as the result.
-    eps, ulps = (2 * eps, 8) if dtype == torch.float64 else (eps, 2)
+    ulps = 2
+    if dtype == accumulator:
+        # P is not rounded to fewer digits, so its exponent S - max counts, up to about 8.
+        ulps = 8
+    if dtype == torch.float64:
+        # The reference has the same rounding errors as the result.
+        eps, ulps = 2 * eps, 2 * ulps
     score_rounding = eps * reference.score_size[..., None]
     return (
         2 * error.amax(dim=-1, keepdim=True)
@@ -378,9 +383,10 @@ def gradient_bounds(reference, low, dtype):
     """
     accumulator = torch.promote_types(dtype, torch.float32)
     eps = (4 + reference.gradients[0].shape[-1] ** 0.5) * torch.finfo(accumulator).eps
-    eps = 2 * eps if dtype == torch.float64 else eps
     # Without a rounding of P, those of LSE and of S - LSE count, numbers up to about 8.
     ulps = 8 if dtype == accumulator else 2
+    if dtype == torch.float64:
+        eps, ulps = 2 * eps, 2 * ulps
     bounds, rests = [], []
     for exact, plain, magnitude, accumulated, output in zip(
         reference.gradients,
