@@ -1,4 +1,4 @@
-"""Small calls, forward and backward, under compute-sanitizer: mem-, race-, sync- and initcheck.
+"""Small calls, forward, backward and decoding, under compute-sanitizer: mem-, race-, sync- and initcheck.
 
     python tests/sanitize.py [--tool memcheck ...] [--json FILE]
 
@@ -70,6 +70,15 @@ CASES = [
     ),
     Case(torch.float16, batch=1, heads=(2, 1), seqlens=(20, 90), layout="kv_cache"),
 ]
+# fa::forward_kvcache: dtype, heads, head_dim, queries of a sequence, page size.
+DECODING = [
+    (torch.bfloat16, (8, 2), 128, 1, None),
+    (torch.float16, (4, 1), 64, 9, None),
+    (torch.bfloat16, (8, 1), 256, 3, None),
+    (torch.float16, (3, 3), 33, 2, None),
+    (torch.bfloat16, (16, 1), 128, 6, 16),
+]
+COUNT = len(CASES) + len(DECODING)
 
 
 def run_cases():
@@ -98,7 +107,27 @@ def run_cases():
         reference = gradients_ref(grad_out, *tensors, mask, **case.options)
         low = gradients_low(grad_out, *tensors, mask, **case.options)
         assert_gradients_close([x.cpu() for x in gradients], reference, low, case.id)
-    print(f"ran {len(CASES)} cases")
+    for case in DECODING:
+        decode(*case)
+    print(f"ran {COUNT} cases")
+
+
+def decode(dtype, heads, head_dim, seqlen_q, page_size):
+    """Appends a key to sequences of several lengths, one of which then fills the cache."""
+    lengths, capacity = torch.tensor([0, 1, 129, 319], dtype=torch.int32), 320
+    query = torch.randn(4, seqlen_q, heads[0], head_dim).to(dtype)
+    caches = [torch.randn(4, capacity, heads[1], head_dim).to(dtype) for _ in range(2)]
+    new = [torch.randn(4, 1, heads[1], head_dim).to(dtype) for _ in range(2)]
+    expected = torch.ops.fa.forward_kvcache(query, *map(torch.clone, caches), lengths, None, *new)
+    table = None
+    if page_size is not None:
+        pages = capacity // page_size
+        caches = [cache.view(4 * pages, page_size, *cache.shape[2:]) for cache in caches]
+        table = torch.arange(4 * pages, dtype=torch.int32).view(4, pages).cuda()
+    arguments = (query.cuda(), *(cache.cuda() for cache in caches), lengths.cuda(), table)
+    results = torch.ops.fa.forward_kvcache(*arguments, *(x.cuda() for x in new))
+    for ours, cpu in zip(results, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), cpu, rtol=2e-2, atol=2e-2)
 
 
 def find_sanitizer():
@@ -133,13 +162,13 @@ def run_tool(sanitizer, tool):
         output, _ = process.communicate()
         status = f"stopped after {TIMEOUT_S} s"
     counts = [int(a or b) for a, b in SUMMARY.findall(output)]
-    clean = status == 0 and counts == [0] and f"ran {len(CASES)} cases" in output
+    clean = status == 0 and counts == [0] and f"ran {COUNT} cases" in output
     result = {
         "tool": tool,
         "clean": clean,
         "errors": counts[0] if len(counts) == 1 else None,
         "status": status,
-        "cases": len(CASES),
+        "cases": COUNT,
         "seconds": round(time.monotonic() - start, 1),
     }
     if not clean:
