@@ -1,4 +1,4 @@
-"""Small calls, forward, backward and decoding, under compute-sanitizer: mem-, race-, sync- and initcheck.
+"""Small calls of every operator under compute-sanitizer: mem-, race-, sync- and initcheck.
 
     python tests/sanitize.py [--tool memcheck ...] [--json FILE]
 

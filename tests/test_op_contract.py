@@ -3,6 +3,7 @@
 Long, but one subject: what holds of the operator whatever it computes.
 """
 
+import concurrent.futures
 import warnings
 
 import pytest
@@ -292,6 +293,16 @@ def test_wide_types_on_cuda_are_refused_by_the_op(device, dtype):
         return
     with pytest.raises(RuntimeError, match=r"query: dtype must be .*, got (Float|Double)"):
         forward(*arguments)
+
+
+def test_a_new_thread(device):
+    """It has no CUDA context bound to it, and the first thing it does is a call."""
+    tensors = qkv(device)
+    expected = forward(*tensors)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        results = pool.submit(forward, *tensors).result()
+    for ours, other in zip(results, expected, strict=True):
+        assert torch.equal(ours, other)
 
 
 def test_operands_on_another_device(device):

@@ -149,29 +149,25 @@ unsigned* tile_counter(cudaStream_t stream) {
 // slower.
 constexpr int64_t kSectionBytes = int64_t{32} << 20;
 
-// The kernel on the current device, with leave to take its shared memory; found on the first call
-// on each device. To ask every time costs a tenth of an eager call.
+// Lets the kernel take its shared memory, on the first call on each device: asking every time costs
+// a tenth of an eager call.
 template <class Config>
-cudaError_t find_kernel(CUfunction* kernel) {
-  constexpr int kDevices = 64;
-  static std::atomic<CUfunction> known[kDevices];
+cudaError_t allow_shared_memory() {
+  static std::atomic<uint64_t> allowed{0};
   int device;
   if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  std::atomic<CUfunction>* place = device < kDevices ? &known[device] : nullptr;
-  *kernel = place != nullptr ? place->load(std::memory_order_relaxed) : nullptr;
-  if (*kernel != nullptr) return cudaSuccess;
-  const auto* symbol = reinterpret_cast<const void*>(fwd_sm90_kernel<Config>);
-  cudaError_t status = cudaFuncSetAttribute(symbol, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            sizeof(typename Config::SharedStorage));
-  if (status == cudaSuccess) status = cudaGetFuncBySymbol(kernel, symbol);
-  if (status == cudaSuccess && place != nullptr) place->store(*kernel, std::memory_order_relaxed);
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
+  const cudaError_t status =
+      cudaFuncSetAttribute(fwd_sm90_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           sizeof(typename Config::SharedStorage));
+  if (status == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
   return status;
 }
 
 template <class Config>
 cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) {
-  CUfunction kernel;
-  cudaError_t status = find_kernel<Config>(&kernel);
+  cudaError_t status = allow_shared_memory<Config>();
   sm90::Maps maps;
   auto describe = [&](CUtensorMap* map, const void* pointer, const int64_t (&stride)[3], int seqlen,
                       int heads, int box_rows) {
@@ -197,26 +193,18 @@ cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) 
   const attn::TileOrder order = attn::make_tile_order(p, Config::kBlockM, kSectionBytes);
   const unsigned grid = std::min<unsigned>(order.num_tiles, num_sms);
   unsigned* counter = order.num_tiles > grid ? tile_counter(stream) : nullptr;
-  sm90::TileQueue queue{counter};
-  // Past the runtime, which takes 1 us to find what find_kernel knows.
-  static const auto launch = driver_function<decltype(cuLaunchKernelEx)>("cuLaunchKernelEx", 11060);
-  if (launch == nullptr) return cudaErrorNotSupported;
-  CUlaunchAttribute attribute{};
-  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  attribute.value.programmaticStreamSerializationAllowed = 1;
-  CUlaunchConfig config{};
-  config.gridDimX = grid;
-  config.gridDimY = config.gridDimZ = 1;
-  config.blockDimX = Config::kThreads;
-  config.blockDimY = config.blockDimZ = 1;
-  config.sharedMemBytes = sizeof(typename Config::SharedStorage);
-  config.hStream = stream;
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = Config::kThreads;
+  config.dynamicSmemBytes = sizeof(typename Config::SharedStorage);
+  config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  void* arguments[] = {const_cast<FwdParams*>(&p), const_cast<attn::TileOrder*>(&order), &maps,
-                       &queue};
-  // CUresult and cudaError_t number their errors alike.
-  return static_cast<cudaError_t>(launch(&config, kernel, arguments, nullptr));
+  return cudaLaunchKernelEx(&config, fwd_sm90_kernel<Config>, p, order, maps,
+                            sm90::TileQueue{counter});
 }
 
 // Calls f(head_dim instance, shape, mask mode), each an integral_constant. What an instance does

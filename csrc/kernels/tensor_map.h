@@ -1,14 +1,27 @@
 // Host: descriptions of tensors for the bulk tensor copy engine (TMA).
 #pragma once
-#include <cuda.h>
+#include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
 #include <cstring>
 
 #include "../params.h"
-#include "driver.h"
 
 namespace fa {
+
+// The driver's encoder, looked up once (null without one): the extension does not link libcuda, so
+// that it loads where there is no driver.
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t status = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                                12000, cudaEnableDefault, &found);
+    const bool ok = status == cudaSuccess && found == cudaDriverEntryPointSuccess;
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(ok ? function : nullptr);
+  }();
+  return encoder;
+}
 
 // A tensor of 16-bit elements, with dimensions (head_dim, seqlen, heads, batch), and boxes of 64
 // columns and box_rows rows of one (batch, head). stride: batch, head, row in elements; of a
@@ -24,8 +37,7 @@ static_assert(sizeof(TensorMapKey) == 56, "no padding");
 // With 128-byte swizzle; see tile/tma.cuh. Fails with cudaErrorInvalidValue where the copy engine
 // cannot take the tensor: addresses or strides off 16 bytes, strides of 2^40 bytes and more.
 inline cudaError_t encode_tensor_map(CUtensorMap* map, const TensorMapKey& key) {
-  static const auto encode =
-      driver_function<decltype(cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);
+  const auto encode = tensor_map_encoder();
   if (encode == nullptr) return cudaErrorNotSupported;
   const auto size = [](int n) { return static_cast<cuuint64_t>(n); };
   const auto bytes = [](int64_t elements) { return static_cast<cuuint64_t>(elements) * 2; };
