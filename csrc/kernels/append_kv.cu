@@ -1,8 +1,12 @@
 // append_kv.cu: writes the new keys and values of every sequence to its cache, behind those that
 // are there.
 //
+//   new_key, new_value [batch][seqlen_new][heads_k][head_dim]
+//                        row i of sequence b  ──►  slot seqlens_k[b] + i of its cache, or of the
+//                                                  page that block_table names for the slot
+//
 // A thread owns 8 columns of one new row of one head. Rows whose place lies outside of the cache
-// are dropped.
+// are dropped. Strides count elements.
 #include <cuda_runtime.h>
 
 #include "../attn/paged_kv.cuh"

@@ -60,7 +60,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 
 #include "bwd_sm90_keys.cuh"
@@ -68,6 +67,7 @@
 #include "bwd_sm90_roles.cuh"
 #include "dispatch.h"
 #include "launch.h"
+#include "shared_memory.h"
 #include "tensor_map.h"
 
 #pragma nv_diag_suppress 177  // other archs get an empty kernel, which uses none of this
@@ -150,37 +150,16 @@ attn::TileOrder make_key_order(const FwdParams& p, int block_n) {
   return order;
 }
 
-// Lets the kernel take its shared memory, on the first call on each device.
-template <class Config>
-cudaError_t allow_shared_memory() {
-  static std::atomic<uint64_t> allowed{0};
-  int device;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  const cudaError_t status =
-      cudaFuncSetAttribute(bwd_sm90_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           sizeof(typename Config::SharedStorage));
-  if (status == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
-  return status;
-}
-
 template <class Config>
 cudaError_t launch_config(const BwdParams& params, cudaStream_t stream) {
   const FwdParams& p = params.fwd;
-  cudaError_t status = allow_shared_memory<Config>();
+  constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
+  cudaError_t status = allow_shared_memory<bwd_sm90_kernel<Config>>(kSmemBytes);
   bwd_sm90::Maps maps;
-  auto describe = [&](CUtensorMap* map, const void* pointer, const int64_t (&stride)[3], int seqlen,
-                      int heads, int box_rows) {
-    if (status != cudaSuccess) return;
-    status = cached_tensor_map(map, {pointer,
-                                     {stride[0], stride[1], stride[2]},
-                                     p.head_dim,
-                                     seqlen,
-                                     heads,
-                                     p.batch,
-                                     box_rows,
-                                     p.dtype});
+  const auto describe = [&](CUtensorMap* map, const void* pointer, const int64_t (&stride)[3],
+                            int seqlen, int heads, int box_rows) {
+    if (status == cudaSuccess)
+      status = cached_tensor_map(map, p, pointer, stride, seqlen, heads, box_rows);
   };
   describe(&maps.query, p.query, p.query_stride, p.seqlen_q, p.heads_q, Config::kBlockM);
   describe(&maps.key, p.key, p.key_stride, p.seqlen_k, p.heads_k, Config::kBlockN);
@@ -202,7 +181,7 @@ cudaError_t launch_config(const BwdParams& params, cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = order.num_tiles;
   config.blockDim = Config::kThreads;
-  config.dynamicSmemBytes = sizeof(typename Config::SharedStorage);
+  config.dynamicSmemBytes = kSmemBytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

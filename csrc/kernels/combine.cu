@@ -7,6 +7,9 @@
 //
 // A CTA owns one row; a thread four columns in one slice of the splits. Splits without keys have
 // LSE -inf and weigh nothing; a row of nothing else is 0 with LSE -inf.
+//
+//   partial_out [rows][splits][cols_rounded], partial_lse [rows][splits], in fp32; rows are [batch]
+//   [heads_q][seqlen_q]. LSEs are natural.
 #include <cuda_runtime.h>
 
 #include "../attn/merge.cuh"

@@ -19,7 +19,11 @@
 // the length of the sequence. Nothing outside the keys that some row of the tile sees is read:
 // slots past a length, or pages left of a window, may hold anything.
 //
+//   Q [batch][seqlen_q][heads_q][head_dim]   K, V [batch][capacity][heads_k][head_dim] or pages of
+//   them, [pages][page_size][heads_k][head_dim], found through block_table [batch][pages]
+//
 // Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
+// Needs    what DecodeParams says.
 // Bounds   on an H200 the memory's bandwidth for up to 32 rows, 4.2 to 4.5 TB/s of K and V; then
 //          mma.sync, at 40 % of its peak: 3.1 TB/s for 64 rows, 2.0 for 128.
 #include <cuda_runtime.h>
@@ -30,6 +34,7 @@
 #include "decode_tile.cuh"
 #include "dependent_launch.cuh"
 #include "dispatch.h"
+#include "shared_memory.h"
 
 namespace fa::decode {
 namespace {
@@ -285,8 +290,7 @@ constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
 template <class Config>
 cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
   const auto kernel = decode_kernel<Config>;
-  if (const cudaError_t status = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes<Config>);
+  if (const cudaError_t status = allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>);
       status != cudaSuccess) {
     return status;
   }

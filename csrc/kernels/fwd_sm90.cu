@@ -47,7 +47,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <mutex>
 #include <unordered_map>
@@ -57,6 +56,7 @@
 #include "fwd_sm90_consumer.cuh"
 #include "fwd_sm90_producer.cuh"
 #include "launch.h"
+#include "shared_memory.h"
 #include "tensor_map.h"
 
 #pragma nv_diag_suppress 177  // other archs get an empty kernel, which uses none of this
@@ -149,37 +149,15 @@ unsigned* tile_counter(cudaStream_t stream) {
 // slower.
 constexpr int64_t kSectionBytes = int64_t{32} << 20;
 
-// Lets the kernel take its shared memory, on the first call on each device: asking every time costs
-// a tenth of an eager call.
-template <class Config>
-cudaError_t allow_shared_memory() {
-  static std::atomic<uint64_t> allowed{0};
-  int device;
-  if (const cudaError_t status = cudaGetDevice(&device); status != cudaSuccess) return status;
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (allowed.load(std::memory_order_relaxed) & bit) return cudaSuccess;
-  const cudaError_t status =
-      cudaFuncSetAttribute(fwd_sm90_kernel<Config>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                           sizeof(typename Config::SharedStorage));
-  if (status == cudaSuccess) allowed.fetch_or(bit, std::memory_order_relaxed);
-  return status;
-}
-
 template <class Config>
 cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) {
-  cudaError_t status = allow_shared_memory<Config>();
+  constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
+  cudaError_t status = allow_shared_memory<fwd_sm90_kernel<Config>>(kSmemBytes);
   sm90::Maps maps;
-  auto describe = [&](CUtensorMap* map, const void* pointer, const int64_t (&stride)[3], int seqlen,
-                      int heads, int box_rows) {
-    if (status != cudaSuccess) return;
-    status = cached_tensor_map(map, {pointer,
-                                     {stride[0], stride[1], stride[2]},
-                                     p.head_dim,
-                                     seqlen,
-                                     heads,
-                                     p.batch,
-                                     box_rows,
-                                     p.dtype});
+  const auto describe = [&](CUtensorMap* map, const void* pointer, const int64_t (&stride)[3],
+                            int seqlen, int heads, int box_rows) {
+    if (status == cudaSuccess)
+      status = cached_tensor_map(map, p, pointer, stride, seqlen, heads, box_rows);
   };
   describe(&maps.query, p.query, p.query_stride, p.seqlen_q, p.heads_q, 64);
   describe(&maps.key, p.key, p.key_stride, p.seqlen_k, p.heads_k, Config::kBlockN);
@@ -199,7 +177,7 @@ cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) 
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = Config::kThreads;
-  config.dynamicSmemBytes = sizeof(typename Config::SharedStorage);
+  config.dynamicSmemBytes = kSmemBytes;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;

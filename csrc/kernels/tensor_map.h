@@ -78,4 +78,18 @@ inline cudaError_t cached_tensor_map(CUtensorMap* map, const TensorMapKey& key) 
   return cudaSuccess;
 }
 
+// That of a tensor of a call, which has the batch, head_dim and dtype of its parameters.
+inline cudaError_t cached_tensor_map(CUtensorMap* map, const FwdParams& p, const void* pointer,
+                                     const int64_t (&stride)[3], int seqlen, int heads,
+                                     int box_rows) {
+  return cached_tensor_map(map, {pointer,
+                                 {stride[0], stride[1], stride[2]},
+                                 p.head_dim,
+                                 seqlen,
+                                 heads,
+                                 p.batch,
+                                 box_rows,
+                                 p.dtype});
+}
+
 }  // namespace fa
