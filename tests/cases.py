@@ -570,3 +570,16 @@ SMOKE = list(smoke())
 EDGE = list(edge())
 CPU_DTYPES = list(cpu_dtypes())
 FULL = list(full())
+FULL_LENGTHS = sorted({case.seqlens[0] for case in FULL})
+
+
+def check_full(check_case, device, seqlen_q):
+    """All of FULL with this many queries; one test for each would take long to list."""
+    failures = []
+    for case in FULL:
+        if case.seqlens[0] == seqlen_q:
+            try:
+                check_case(case, device)
+            except AssertionError as error:
+                failures.append(str(error))
+    assert not failures, "\n".join(failures)

@@ -9,7 +9,18 @@ import textwrap
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CPU_DTYPES, DTYPES, EDGE, FULL, HALF, LAYOUTS, SMOKE, Case, on_devices
+from cases import (
+    CPU_DTYPES,
+    DTYPES,
+    EDGE,
+    FULL_LENGTHS,
+    HALF,
+    LAYOUTS,
+    SMOKE,
+    Case,
+    check_full,
+    on_devices,
+)
 from reference import (
     assert_close_to_reference,
     attention_low,
@@ -41,17 +52,9 @@ def test_float32_and_float64(device, case):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seqlen_q", sorted({case.seqlens[0] for case in FULL}))
+@pytest.mark.parametrize("seqlen_q", FULL_LENGTHS)
 def test_full(device, seqlen_q):
-    """One test for all cases with this many queries, as one for each would take long to list."""
-    failures = []
-    for case in FULL:
-        if case.seqlens[0] == seqlen_q:
-            try:
-                check_case(case, device)
-            except AssertionError as error:
-                failures.append(str(error))
-    assert not failures, "\n".join(failures)
+    check_full(check_case, device, seqlen_q)
 
 
 # The yardstick itself
