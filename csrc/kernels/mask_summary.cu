@@ -94,7 +94,7 @@ FA_DEVICE __half2 splat(__half v) { return __half2half2(v); }
 FA_DEVICE __nv_bfloat162 splat(__nv_bfloat16 v) { return __bfloat162bfloat162(v); }
 
 // The largest numbers that are below a limit which has no exact one: of kFarBias -inf and -100352,
-// of kSkipBias -inf and -1.0013e30.
+// of kSkipBias -inf and -1.0003e30.
 FA_DEVICE __half2 largest_below(float limit, __half) { return splat(__float2half_rd(limit)); }
 FA_DEVICE __nv_bfloat162 largest_below(float limit, __nv_bfloat16) {
   return splat(__float2bfloat16_rd(limit));
