@@ -341,7 +341,7 @@ struct KeyBlock {
       typename Config::Scores rP, rdS;
       rP.clear();
       tile::gemm_qk<kDtype, kHeadDim, 0>(rP, no_fragments, sK + a, sQ_now + b, nothing);
-      attn::exponentiate<kDtype, kTensor>(rP, p, order.scale_log2, order.summary, sLse + stats,
+      attn::exponentiate<kDtype, kTensor>(rP, p, p, order.scale_log2, order.summary, sLse + stats,
                                           sRest + stats, at, cut, place().batch_idx,
                                           block.head_idx);
       rdS.clear();

@@ -1,0 +1,97 @@
+// Sequences of several lengths, one behind the other in tensors without a batch dimension.
+//
+//   rows of query   | padding |  sequence 0  | sequence 1 | ... | sequence batch - 1 |  padding  |
+//                   0         cu[0]          cu[1]        cu[2]                      cu[batch]
+//                   total
+//   index           batch + 1       0              1                                     batch
+//
+// Padding is two more sequences, of rows that see no key and of keys that no row sees, so that
+// kernels give it the results of such. Lengths come from the device and nobody has checked them:
+// sequence_of clamps them, so that what kernels touch lies inside the tensors.
+//
+// Scratch of the backward keeps the rows of each sequence in blocks of their own:
+//
+//   block of row r of sequence b    first row of b / block_m + b + 1 + r / block_m
+//
+// with b = -1 for the padding at the front. Blocks of two sequences never meet, as
+// floor(x / m) + ceil(n / m) <= floor((x + n) / m) + 1; some belong to none.
+#pragma once
+#include "block_info.cuh"
+#include "scheduler.cuh"
+
+namespace fa::attn {
+
+// What a CTA has to know of its sequence: a Band of block_info.cuh, and where its rows lie. Without
+// packing, rows count from the beginning of the batch entry, which strides lead to.
+struct Sequence {
+  int q_begin, seqlen_q;
+  int k_begin, seqlen_k;  // keys that take part ...
+  int rows_k;             // ... and rows that the sequence has for keys
+  int64_t diagonal, window_left, window_right;
+};
+
+// [begin, end) of sequence batch_idx in one of the tensors, which has `total` rows.
+struct RowRange {
+  int begin, end;
+};
+FA_DEVICE RowRange packed_rows(const int* cu_seqlens, int batch, int batch_idx, int total) {
+  const auto boundary = [&](int i, int low) { return min(max(cu_seqlens[i], low), total); };
+  const int begin = batch_idx > batch ? 0 : boundary(batch_idx, 0);
+  if (batch_idx == batch) return {begin, total};
+  return {begin, boundary(batch_idx > batch ? 0 : batch_idx + 1, begin)};
+}
+
+template <bool kPacked>
+FA_DEVICE Sequence sequence_of(const FwdParams& p, int batch_idx) {
+  if constexpr (!kPacked) {
+    return {0, p.seqlen_q, 0, p.seqlen_k, p.seqlen_k, p.diagonal, p.window_left, p.window_right};
+  } else {
+    const PackedSequences& packed = p.packed;
+    const RowRange q = packed_rows(packed.cu_seqlens_q, p.batch, batch_idx, p.seqlen_q);
+    const RowRange k = packed_rows(packed.cu_seqlens_k, p.batch, batch_idx, p.seqlen_k);
+    const int seqlen_q = q.end - q.begin, rows_k = k.end - k.begin;
+    int seqlen_k = rows_k;
+    if (batch_idx >= p.batch) {
+      seqlen_k = 0;
+    } else if (packed.seqused_k != nullptr) {
+      seqlen_k = min(max(packed.seqused_k[batch_idx], 0), rows_k);
+    }
+    return {q.begin,       seqlen_q,      k.begin, seqlen_k, rows_k, seqlen_k - seqlen_q,
+            p.window_left, p.window_right};
+  }
+}
+
+// Where the LSE of the first row of a (sequence, head) lies.
+template <bool kPacked>
+FA_DEVICE int64_t first_lse(const FwdParams& p, const Sequence& sequence, int batch_idx,
+                            int head_idx) {
+  const int64_t head = kPacked ? head_idx : int64_t{batch_idx} * p.heads_q + head_idx;
+  return head * p.seqlen_q + sequence.q_begin;
+}
+
+// The scratch row, counted over all heads, of the first row of a (sequence, head): for
+// BwdParams::delta and lse_log2; times cols_rounded, for grad_query_accum; over block_m, for turns.
+template <bool kPacked>
+FA_DEVICE int64_t first_scratch_row(const BwdParams& p, const Sequence& sequence, int batch_idx,
+                                    int head_idx, int block_m) {
+  if constexpr (!kPacked) {
+    return (int64_t{batch_idx} * p.fwd.heads_q + head_idx) * p.rows_rounded;
+  } else {
+    const int before = batch_idx > p.fwd.batch ? 0 : batch_idx + 1;  // sequences
+    return int64_t{head_idx} * p.rows_rounded +
+           int64_t{sequence.q_begin / block_m + before} * block_m;
+  }
+}
+
+// Tile number `index` of a packed batch, whose heads follow each other; false past the last one.
+// heads: query heads forward, key heads backward.
+FA_DEVICE bool packed_tile(const PackedSequences& packed, const FastDivide& heads, unsigned index,
+                           PackedTile& tile, int& head_idx) {
+  const unsigned i = heads.quotient(index);
+  if (i >= static_cast<unsigned>(*packed.num_tiles)) return false;
+  tile = packed.tiles[i];
+  head_idx = static_cast<int>(index - i * heads.divisor);
+  return true;
+}
+
+}  // namespace fa::attn
