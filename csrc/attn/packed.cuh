@@ -61,26 +61,28 @@ FA_DEVICE Sequence sequence_of(const FwdParams& p, int batch_idx) {
   }
 }
 
-// Where the LSE of the first row of a (sequence, head) lies.
+// What key_range and masks ask: without packing the parameters themselves, which take no registers.
 template <bool kPacked>
-FA_DEVICE int64_t first_lse(const FwdParams& p, const Sequence& sequence, int batch_idx,
-                            int head_idx) {
-  const int64_t head = kPacked ? head_idx : int64_t{batch_idx} * p.heads_q + head_idx;
-  return head * p.seqlen_q + sequence.q_begin;
+FA_DEVICE const auto& band_of(const FwdParams& p, const Sequence& sequence) {
+  if constexpr (kPacked) {
+    return sequence;
+  } else {
+    return p;
+  }
 }
 
-// The scratch row, counted over all heads, of the first row of a (sequence, head): for
-// BwdParams::delta and lse_log2; times cols_rounded, for grad_query_accum; over block_m, for turns.
+// Number of a (sequence, head) among the heads of LSE and scratch, which packed sequences share.
 template <bool kPacked>
-FA_DEVICE int64_t first_scratch_row(const BwdParams& p, const Sequence& sequence, int batch_idx,
-                                    int head_idx, int block_m) {
-  if constexpr (!kPacked) {
-    return (int64_t{batch_idx} * p.fwd.heads_q + head_idx) * p.rows_rounded;
-  } else {
-    const int before = batch_idx > p.fwd.batch ? 0 : batch_idx + 1;  // sequences
-    return int64_t{head_idx} * p.rows_rounded +
-           int64_t{sequence.q_begin / block_m + before} * block_m;
-  }
+FA_DEVICE int64_t head_of(const FwdParams& p, int batch_idx, int head_idx) {
+  return kPacked ? head_idx : int64_t{batch_idx} * p.heads_q + head_idx;
+}
+
+// First row of a sequence in the scratch of a head, BwdParams::rows_rounded.
+template <bool kPacked>
+FA_DEVICE int scratch_begin(const FwdParams& p, int q_begin, int batch_idx, int block_m) {
+  if constexpr (!kPacked) return 0;
+  const int before = batch_idx > p.batch ? 0 : batch_idx + 1;  // sequences
+  return (q_begin / block_m + before) * block_m;
 }
 
 // Tile number `index` of a packed batch, whose heads follow each other; false past the last one.
@@ -92,6 +94,19 @@ FA_DEVICE bool packed_tile(const PackedSequences& packed, const FastDivide& head
   tile = packed.tiles[i];
   head_idx = static_cast<int>(index - i * heads.divisor);
   return true;
+}
+
+// The tile of a CTA of the forward; m_block is -1 past the last one of a packed batch.
+template <bool kPacked>
+FA_DEVICE WorkTile work_of_cta(const FwdParams& p, const TileOrder& order, unsigned cta) {
+  if constexpr (!kPacked) {
+    return tile_of_cta(order, cta);
+  } else {
+    PackedTile tile;
+    int head_idx;
+    if (!packed_tile(p.packed, order.heads, cta, tile, head_idx)) return {-1, 0, 0, 0};
+    return {tile.block, head_idx, static_cast<int>(order.group.quotient(head_idx)), tile.sequence};
+  }
 }
 
 }  // namespace fa::attn
