@@ -85,6 +85,35 @@ FA_DEVICE int scratch_begin(const FwdParams& p, int q_begin, int batch_idx, int 
   return (q_begin / block_m + before) * block_m;
 }
 
+// The way back: a row of the tensors from a row of scratch, and how many rows of its sequence there
+// are from it on; none, or fewer, for scratch that belongs to no row.
+struct ScratchRow {
+  int row;
+  int rows_left;
+};
+FA_DEVICE ScratchRow row_of_scratch(const FwdParams& p, const FastDivide& block_m, int row) {
+  // By place in the scratch: 0 is the padding at the front.
+  const auto first_block = [&](int place) {
+    const int begin = place == 0 ? 0 : min(max(p.packed.cu_seqlens_q[place - 1], 0), p.seqlen_q);
+    return static_cast<int>(block_m.quotient(begin)) + place;
+  };
+  const int block = static_cast<int>(block_m.quotient(row));
+  int place = 0, last = p.batch + 1;
+#pragma unroll 1
+  while (place < last) {
+    const int middle = (place + last + 1) / 2;
+    if (first_block(middle) <= block) {
+      place = middle;
+    } else {
+      last = middle - 1;
+    }
+  }
+  const RowRange rows =
+      packed_rows(p.packed.cu_seqlens_q, p.batch, place == 0 ? p.batch + 1 : place - 1, p.seqlen_q);
+  const int at = rows.begin + row - first_block(place) * static_cast<int>(block_m.divisor);
+  return {at, rows.end - at};
+}
+
 // Tile number `index` of a packed batch, whose heads follow each other; false past the last one.
 // heads: query heads forward, key heads backward.
 FA_DEVICE bool packed_tile(const PackedSequences& packed, const FastDivide& heads, unsigned index,

@@ -87,7 +87,8 @@ cudaError_t launch_bwd_sm90(const BwdParams& params, int num_sms, cudaStream_t s
 // The first calls the second for additive masks.
 cudaError_t launch_bwd_pre(const BwdParams& params, int block_m, cudaStream_t stream);
 cudaError_t launch_bwd_row_sums(const BwdParams& params, cudaStream_t stream);
-cudaError_t launch_bwd_post(const BwdParams& params, GradQueryLayout layout, cudaStream_t stream);
+cudaError_t launch_bwd_post(const BwdParams& params, int block_m, GradQueryLayout layout,
+                            cudaStream_t stream);
 
 // Decoding: few queries over many keys, from a cache or from tensors (mma.sync, sm_80 and newer).
 // The rows of a tile are all queries that share a key head: seqlen_q times the query heads of a

@@ -88,14 +88,24 @@ FA_DEVICE Peers peers_of(int bucket, bool valid) {
 
 __global__ void __launch_bounds__(kThreads)
     packed_tiles_kernel(const __grid_constant__ FwdParams p, attn::FastDivide unit, int block,
-                        PackedBy by, int max_tiles, PackedTile* gTiles, int* gNumTiles) {
+                        PackedBy by, PackedTile* gTiles, int* gNumTiles) {
   __shared__ int sCount[kBuckets];  // tiles of a bucket; then where its next one goes
   __shared__ int sSums[kWarps];
   const int thread = threadIdx.x, lane = ptx::lane_id(), warp = ptx::warp_id();
   sCount[2 * thread] = sCount[2 * thread + 1] = 0;
   let_kernel_after_start();
   wait_for_kernels_before();
-  __syncthreads();  // counts are 0
+  // Sequences that overlap are more than there is room for, and would wait for each other's turns
+  // for ever: no tiles, and results are whatever memory holds.
+  bool ordered = true;
+#pragma unroll 1
+  for (int i = thread; i < p.batch; i += kThreads)
+    ordered = ordered && p.packed.cu_seqlens_q[i] <= p.packed.cu_seqlens_q[i + 1] &&
+              p.packed.cu_seqlens_k[i] <= p.packed.cu_seqlens_k[i + 1];
+  if (!__syncthreads_and(ordered)) {  // and counts are 0
+    if (thread == 0) *gNumTiles = 0;
+    return;
+  }
 
   for_each_tile(p, unit, block, by, [&](PackedTile, int bucket, bool valid) {
     const Peers peers = peers_of(bucket, valid);
@@ -118,8 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   end += before;
   sCount[2 * thread] = end - first - second;
   sCount[2 * thread + 1] = end - second;
-  // Overlapping sequences, which lengths out of order make, may be more than there is room for.
-  if (thread == kThreads - 1) *gNumTiles = min(end, max_tiles);
+  if (thread == kThreads - 1) *gNumTiles = end;
   __syncthreads();  // buckets have their places
 
   for_each_tile(p, unit, block, by, [&](PackedTile tile, int bucket, bool valid) {
@@ -127,7 +136,7 @@ __global__ void __launch_bounds__(kThreads)
     int place = 0;
     if (valid && peers.lead()) place = atomicAdd(&sCount[bucket], __popc(peers.lanes));
     place = __shfl_sync(0xffffffff, place, __ffs(peers.lanes) - 1) + peers.before;
-    if (valid && place < max_tiles) gTiles[place] = tile;
+    if (valid) gTiles[place] = tile;
   });
 }
 
@@ -135,12 +144,10 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_packed_tiles(const FwdParams& p, int block, PackedBy by, PackedTile* tiles,
                                 int* num_tiles, LaunchFeatures features, cudaStream_t stream) {
-  const bool by_query = by == PackedBy::kQuery;
-  const int64_t max_tiles = packed_max_tiles(by_query ? p.seqlen_q : p.seqlen_k, p.batch, block);
-  const int max_work = by_query ? p.seqlen_k : p.seqlen_q;
+  const int max_work = by == PackedBy::kQuery ? p.seqlen_k : p.seqlen_q;
   const attn::FastDivide unit(max_work / kBuckets + 1);
   return launch_kernel(features, packed_tiles_kernel, dim3(1), kThreads, 0, stream, p, unit, block,
-                       by, static_cast<int>(max_tiles), tiles, num_tiles);
+                       by, tiles, num_tiles);
 }
 
 }  // namespace fa

@@ -137,7 +137,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_cuda(
   }
   check(launch_bwd_pre(params, plan.shape.kernel.block_m, stream));
   check(launch_bwd(plan, stream));
-  check(launch_bwd_post(params, plan.shape.layout, stream));
+  check(launch_bwd_post(params, plan.shape.kernel.block_m, plan.shape.layout, stream));
 
   const auto finish = [](const at::Tensor& gradient, const at::Tensor& rows) {
     if (!rows.is_same(gradient)) gradient.copy_(rows);
