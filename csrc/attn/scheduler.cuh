@@ -57,7 +57,8 @@ struct TileOrder {
   unsigned num_tiles;
 };
 
-// For tiles of block_m query rows and sections whose keys and values take section_bytes.
+// For tiles of block_m query rows and sections whose keys and values take section_bytes. Tiles of
+// packed sequences come from a list (packed_tile): of those, num_tiles is the host's bound.
 inline TileOrder make_tile_order(const FwdParams& p, int block_m, int64_t section_bytes) {
   const int64_t m_blocks = (p.seqlen_q + block_m - 1) / block_m;
   const int64_t pairs = int64_t{p.batch} * p.heads_q, group = p.heads_q / p.heads_k;
@@ -69,7 +70,7 @@ inline TileOrder make_tile_order(const FwdParams& p, int block_m, int64_t sectio
   }
   TileOrder order;
   order.m_blocks = m_blocks;
-  order.num_tiles = pairs * m_blocks;
+  order.num_tiles = p.packed.tiles ? int64_t{p.packed.max_tiles} * p.heads_q : pairs * m_blocks;
   order.num_sections = (pairs + section - 1) / section;
   const int64_t last = pairs - (order.num_sections - 1) * section;
   order.per_section = FastDivide(section * m_blocks);
