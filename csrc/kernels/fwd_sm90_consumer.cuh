@@ -118,7 +118,7 @@ class Consumer {
       // twice.
       const int rows = uniform(info.sequence.seqlen_q - info.row) - 64 * consumer_;
       if (rows > 0 && rows < 64)
-        clear_rows<kBlockM, kHeadDim>(
+        clear_rows<kBlockM>(
             ptx::smem_addr(smem_.sQ[q_pos_.stage()]) + consumer_ * 64 * tile::kPanelRowBytes, rows,
             64);
     }
@@ -139,19 +139,10 @@ class Consumer {
     return 0;
   }
 
-  // Zeros in rows [first, end) of a tile of panels of kRows rows. Every warp of the warpgroup takes
-  // all steps, since products may be in flight.
-  template <int kRows, int kCols>
+  // Zeros in rows [first, end) of a tile of kRows rows, before this warpgroup multiplies it.
+  template <int kRows>
   FA_DEVICE void clear_rows(uint32_t smem, int first, int end) {
-    const int thread = ptx::thread_index_again() % 128;
-#pragma unroll 1
-    for (int step = first & ~15; step < end; step += 16) {
-      const int row = step + thread / 8;
-      const uint32_t address = smem + row * tile::kPanelRowBytes + thread % 8 * 16;
-#pragma unroll
-      for (int panel = 0; panel < kCols / tile::kPanelCols; ++panel)
-        if (row >= first) ptx::st_shared_v4_u32(address + panel * kRows * tile::kPanelRowBytes, {});
-    }
+    tile::clear_rows<kRows, kHeadDim, 128>(smem, first, end, ptx::thread_index_again() % 128);
     ptx::fence_proxy_async();
     ptx::bar_sync(1 + consumer_, 128);
   }
@@ -164,7 +155,7 @@ class Consumer {
     if (keys >= kBlockN) return;
     const Ring now = Ring{uniform(pos_.state)}.previous();
     wait(smem_.full_v[now.stage()], now.phase());
-    clear_rows<kBlockN, kHeadDim>(ptx::smem_addr(smem_.sV[now.stage()]), keys, kBlockN);
+    clear_rows<kBlockN>(ptx::smem_addr(smem_.sV[now.stage()]), keys, kBlockN);
   }
 
   // Enqueues the first Q K^T; false if this warpgroup has none. It then multiplies whatever is
