@@ -125,6 +125,22 @@ FA_DEVICE bool packed_tile(const PackedSequences& packed, const FastDivide& head
   return true;
 }
 
+// The same in sections of heads, whose keys and values fit in L2 together.
+FA_DEVICE bool packed_tile(const PackedSequences& packed, const TileOrder& order, unsigned index,
+                           PackedTile& tile, int& head_idx) {
+  const unsigned num_tiles = *packed.num_tiles, section_heads = order.section_heads.divisor;
+  const unsigned section = index / max(num_tiles * section_heads, 1u);
+  if (section >= order.num_sections) return false;
+  const FastDivide& heads =
+      section + 1 == order.num_sections ? order.last_heads : order.section_heads;
+  const unsigned in_section = index - section * num_tiles * section_heads;
+  const unsigned i = heads.quotient(in_section);
+  if (i >= num_tiles) return false;
+  tile = packed.tiles[i];
+  head_idx = static_cast<int>(section * section_heads + in_section - i * heads.divisor);
+  return true;
+}
+
 // The tile of a CTA of the forward; m_block is -1 past the last one of a packed batch.
 template <bool kPacked>
 FA_DEVICE WorkTile work_of_cta(const FwdParams& p, const TileOrder& order, unsigned cta) {
@@ -133,7 +149,7 @@ FA_DEVICE WorkTile work_of_cta(const FwdParams& p, const TileOrder& order, unsig
   } else {
     PackedTile tile;
     int head_idx;
-    if (!packed_tile(p.packed, order.heads, cta, tile, head_idx)) return {-1, 0, 0, 0};
+    if (!packed_tile(p.packed, order, cta, tile, head_idx)) return {-1, 0, 0, 0};
     return {tile.block, head_idx, static_cast<int>(order.group.quotient(head_idx)), tile.sequence};
   }
 }

@@ -151,18 +151,20 @@ constexpr int64_t kSectionBytes = int64_t{32} << 20;
 // - without a right limit, key blocks run fastest: neighbours read the same queries from L2;
 // - with one, the first keys are seen by the most queries and go first, across a section of (batch,
 //   key head) pairs whose Q, dO and dQ fit in L2 together.
-// In both, the blocks of a head ascend, which deterministic adding relies on.
+// In both, the blocks of a head ascend, which deterministic adding relies on. Those of packed
+// sequences do so in a list, the longest first, that is walked in sections of heads.
 attn::TileOrder make_key_order(const FwdParams& p, int block_n) {
+  const bool packed = p.packed.tiles != nullptr;
   const int64_t n_blocks = (p.seqlen_k + block_n - 1) / block_n;
-  const int64_t pairs = int64_t{p.batch} * p.heads_k, group = p.heads_q / p.heads_k;
+  const int64_t pairs = (packed ? 1 : int64_t{p.batch}) * p.heads_k, group = p.heads_q / p.heads_k;
   int64_t section = 1;
-  if (p.window_right < p.seqlen_k) {
+  if (packed || p.window_right < p.seqlen_k) {
     const int64_t pair_bytes = int64_t{8} * p.seqlen_q * p.head_dim * group;
     section = std::min(pairs, std::max<int64_t>(kSectionBytes / pair_bytes, 1));
   }
   attn::TileOrder order{};
   order.m_blocks = n_blocks;
-  order.num_tiles = p.packed.tiles ? int64_t{p.packed.max_tiles} * p.heads_k : pairs * n_blocks;
+  order.num_tiles = pairs * (packed ? p.packed.max_tiles : n_blocks);
   order.num_sections = (pairs + section - 1) / section;
   order.per_section = attn::FastDivide(section * n_blocks);
   order.section_heads = attn::FastDivide(section);

@@ -74,8 +74,8 @@ struct BwdWork {
 // Of packed sequences; blocks count from the beginning of this one.
 struct PackedBwdWork : BwdWork {
   attn::Sequence sequence;
-  int first_scratch_row;
-  int keys, rows;  // from the key block, and from the last query block on, to the end
+  int first_scratch_row;  // in that of a head
+  int keys, rows;         // from the key block, and from the last query block on, to the end
 
   FA_DEVICE const attn::Sequence& band(const FwdParams&) const { return sequence; }
   FA_DEVICE int q_begin() const { return sequence.q_begin; }
@@ -89,14 +89,13 @@ struct PackedBwdWork : BwdWork {
     const FwdParams& p = params.fwd;
     PackedTile tile;
     int kv_head_idx;
-    if (!attn::packed_tile(p.packed, order.heads, blockIdx.x, tile, kv_head_idx))
+    if (!attn::packed_tile(p.packed, order, blockIdx.x, tile, kv_head_idx))
       return {{kNoBlock, 0, 0, 0, 0, 0, 0, 0}, {}, 0, 0, 0};
     const attn::Sequence sequence = attn::sequence_of<true>(p, tile.sequence);
-    const int64_t first_scratch_row =
-        attn::first_scratch_row<true>(params, sequence, tile.sequence, 0, Config::kBlockM);
+    const int first_scratch_row =
+        attn::scratch_begin<true>(p, sequence.q_begin, tile.sequence, Config::kBlockM);
     const BwdWork work = of_block<Config>(p, sequence, {tile.block, kv_head_idx, 0, 0, 0, 0, 0, 0});
-    return {work, sequence, static_cast<int>(first_scratch_row),
-            sequence.seqlen_k - tile.block * Config::kBlockN,
+    return {work, sequence, first_scratch_row, sequence.seqlen_k - tile.block * Config::kBlockN,
             sequence.seqlen_q - (work.end - 1) * Config::kBlockM};
   }
 };

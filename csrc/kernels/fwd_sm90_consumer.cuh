@@ -125,7 +125,7 @@ class Consumer {
     return true;
   }
 
-  // Lengths and band of a tile.
+  // Lengths and band of a tile, and where its sequence begins.
   FA_DEVICE const auto& band(const typename Config::Tile& info) const {
     if constexpr (kPacked) {
       return info.sequence;
@@ -133,7 +133,6 @@ class Consumer {
       return p_;
     }
   }
-
   FA_DEVICE int q_begin(const typename Config::Tile& info) const {
     if constexpr (kPacked) return info.sequence.q_begin;
     return 0;

@@ -57,27 +57,17 @@ class Producer {
     return kPacked ? *p_.packed.num_tiles * order_.heads.divisor : order_.num_tiles;
   }
   FA_DEVICE bool open_tile(unsigned index) {
+    if (!kPacked && index >= order_.num_tiles) return false;
+    work_ = attn::work_of_cta<kPacked>(p_, order_, index);
     if constexpr (kPacked) {
-      PackedTile tile;
-      if (!attn::packed_tile(p_.packed, order_.heads, index, tile, work_.head_idx)) return false;
-      work_.m_block = tile.block;
-      work_.kv_head_idx = static_cast<int>(order_.group.quotient(work_.head_idx));
+      if (work_.m_block < 0) return false;
+      sequence_ = attn::sequence_of<true>(p_, work_.batch_idx);
       work_.batch_idx = 0;  // of the tensor maps
-      sequence_ = attn::sequence_of<true>(p_, tile.sequence);
-    } else {
-      if (index >= order_.num_tiles) return false;
-      work_ = attn::tile_of_cta(order_, index);
     }
     return true;
   }
-  // Lengths and band; where the sequence begins in the tensors.
-  FA_DEVICE const auto& band() const {
-    if constexpr (kPacked) {
-      return sequence_;
-    } else {
-      return p_;
-    }
-  }
+  FA_DEVICE const auto& band() const { return attn::band_of<kPacked>(p_, sequence_); }
+  // Where the sequence begins in the tensors.
   FA_DEVICE int q_begin() const { return kPacked ? sequence_.q_begin : 0; }
   FA_DEVICE int k_begin() const { return kPacked ? sequence_.k_begin : 0; }
 
