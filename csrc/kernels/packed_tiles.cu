@@ -122,10 +122,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (lane == 31) sSums[warp] = end;
   __syncthreads();  // sums of all warps are there
-  int before = 0;
-#pragma unroll 1
-  for (int w = 0; w < warp; ++w) before += sSums[w];
-  end += before;
+  static_assert(kWarps == 32, "a lane for each");
+  end += __reduce_add_sync(0xffffffff, lane < warp ? sSums[lane] : 0);
   sCount[2 * thread] = end - first - second;
   sCount[2 * thread + 1] = end - second;
   if (thread == kThreads - 1) *gNumTiles = end;
