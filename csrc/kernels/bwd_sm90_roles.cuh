@@ -31,10 +31,11 @@ class RolesConsumer : BwdWarpgroup<Config> {
     }
     ptx::bar_sync(1, 256);  // no product reads K and V any more
     if (consumer_ == 0) {
-      Base::store_gradient(rSum_, smem_.sV, 0, maps_.grad_value);
+      Base::store_gradient(rSum_, smem_.sV, 0, maps_.grad_value, p_.grad_value,
+                           p_.grad_value_stride);
     } else {
       scale(rSum_, p_.fwd.scale);
-      Base::store_gradient(rSum_, smem_.sK, 0, maps_.grad_key);
+      Base::store_gradient(rSum_, smem_.sK, 0, maps_.grad_key, p_.grad_key, p_.grad_key_stride);
     }
   }
 

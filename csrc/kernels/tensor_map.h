@@ -86,7 +86,8 @@ inline cudaError_t cached_tensor_map(CUtensorMap* map, const TensorMapKey& key) 
   return cudaSuccess;
 }
 
-// That of a tensor of a call, which has the batch, head_dim and dtype of its parameters.
+// That of a tensor of a call, which has the batch, head_dim and dtype of its parameters. Packed
+// sequences are rows of one entry.
 inline cudaError_t cached_tensor_map(CUtensorMap* map, const FwdParams& p, const void* pointer,
                                      const int64_t (&stride)[3], int seqlen, int heads,
                                      int box_rows) {
@@ -95,7 +96,7 @@ inline cudaError_t cached_tensor_map(CUtensorMap* map, const FwdParams& p, const
                                  p.head_dim,
                                  seqlen,
                                  heads,
-                                 p.batch,
+                                 p.packed.cu_seqlens_q != nullptr ? 1 : p.batch,
                                  box_rows,
                                  p.dtype});
 }
