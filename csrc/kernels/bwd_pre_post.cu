@@ -66,13 +66,20 @@ __global__ void __launch_bounds__(kThreads, 4)
   const auto* gGradOut = static_cast<const uint16_t*>(p.grad_out) +
                          batch_idx * p.grad_out_stride[0] + head_idx * p.grad_out_stride[1] + col;
   uint4 out[kPasses], grad_out[kPasses];
-  attn::ScratchRow rows_at[kPasses];
+  int rows_of_pass[kPasses];  // -1 where there is none
+  attn::ScratchRow at;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
-    rows_at[i] = find_row<kPacked>(f, block_m, first_row + i * kPassRows);
-    const int64_t row = rows_at[i].row;
+    // The rows of a pass lie in one block, and most often in that of the pass before.
+    const int pass = row_begin + i * kPassRows;
+    if (!kPacked || i == 0 || pass == static_cast<int>(block_m.quotient(pass) * block_m.divisor)) {
+      at = find_row<kPacked>(f, block_m, first_row + i * kPassRows);
+    } else {
+      at = {at.row + kPassRows, at.rows_left - kPassRows};
+    }
+    const int64_t row = rows_of_pass[i] = at.rows_left > 0 ? at.row : -1;
     out[i] = grad_out[i] = make_uint4(0, 0, 0, 0);
-    if (rows_at[i].rows_left > 0 && col < f.head_dim) {
+    if (row >= 0 && col < f.head_dim) {
       out[i] = *reinterpret_cast<const uint4*>(gOut + row * f.out_stride[2]);
       grad_out[i] = *reinterpret_cast<const uint4*>(gGradOut + row * p.grad_out_stride[2]);
     }
@@ -101,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (int lanes = kRowThreads / 2; lanes > 0; lanes /= 2)
       sum += __shfl_xor_sync(0xffffffff, sum, lanes);
     if (col == 0 && row < p.rows_rounded) {
-      const float lse = rows_at[i].rows_left > 0 ? gLse[rows_at[i].row] : -INFINITY;
+      const float lse = rows_of_pass[i] >= 0 ? gLse[rows_of_pass[i]] : -INFINITY;
       p.delta[first_stat + row] = lse == -INFINITY ? 0.f : sum;  // not 0 * NaN
       p.lse_log2[first_stat + row] = lse_to_log2(lse, f.mask_mode);
     }

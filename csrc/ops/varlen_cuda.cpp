@@ -14,9 +14,6 @@
 namespace fa {
 namespace {
 
-// Whether the Hopper kernels have instances for packed sequences.
-constexpr bool kPackedFwdSm90 = false, kPackedBwdSm90 = false;
-
 // A packed tensor in the layout of the kernels: one batch entry.
 at::Tensor as_batch(const at::Tensor& tensor) { return tensor.transpose(0, 1).unsqueeze(0); }
 
@@ -89,7 +86,7 @@ std::tuple<at::Tensor, at::Tensor> forward_varlen_cuda(
   const at::Tensor result = as_batch(out), out_rows = whole_rows(result);
   FwdParams params = make_params(problem, query_rows, key_rows, value_rows, out_rows, lse);
   lengths.fill(params);
-  const bool hopper = kPackedFwdSm90 && obstacle_to_sm90(params, device) == nullptr;
+  const bool hopper = obstacle_to_sm90(params, device) == nullptr;
   KernelShape shape = describe_fwd_sm80(params.head_dim, device.smem_limit_bytes);
 #if FA_WITH_SM90A
   if (hopper) shape = describe_fwd_sm90(params.head_dim, FwdTileShape::kTall, MaskMode::kBand);
@@ -139,8 +136,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward_varlen_cuda(
   BwdCall call = make_bwd_call(problem, as_batch(grad_out), as_batch(query), as_batch(key),
                                as_batch(value), as_batch(out), lse, results[0], results[1],
                                results[2], describe(properties), /*copy_values=*/true);
-  if (!kPackedBwdSm90) call.choice.hopper = false;
-  call.shape = describe_bwd(call.choice, call.params.fwd.head_dim, call.device);
   const Lengths lengths(cu_seqlens_q, cu_seqlens_k, seqused_k);
   lengths.fill(call.params.fwd);
 
