@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "cuda_common.h"
+#include "decode_heuristics.h"
 
 namespace fa {
 namespace {
@@ -20,9 +21,23 @@ struct Plan {
   at::Tensor out, lse;
   at::Tensor query, key, value, out_rows;  // what the kernel reads and writes
   FwdParams params;
+  const char* decode_reason;  // null: a forward kernel, by choice
+  DecodeParams decode;
   FwdChoice choice;
   bool empty;  // no kernel is needed
 };
+
+// Of the decoding kernels: few queries of a group, whose keys may be split.
+void plan_decode(Plan& plan, const Device& device) {
+  plan.decode_reason = reason_to_decode(plan.params, device);
+  if (plan.decode_reason == nullptr) return;
+  const FwdParams& p = plan.params;
+  plan.decode = as_decode(p);
+  plan.decode.num_splits =
+      choose_splits({p.batch, p.heads_k, int64_t{p.seqlen_q} * (p.heads_q / p.heads_k),
+                     visible_keys(p), p.head_dim},
+                    device);
+}
 
 // Check, allocate, fill params and choose the kernel. copy_values: fill copies of rows that are not
 // aligned.
@@ -50,7 +65,8 @@ Plan plan_forward(const at::Tensor& query, const at::Tensor& key, const at::Tens
   plan.value = aligned_rows(value, copy_values);
   plan.out_rows = whole_rows(plan.out);
   plan.params = make_params(problem, plan.query, plan.key, plan.value, plan.out_rows, plan.lse);
-  plan.choice = choose_fwd(plan.params, describe(device));
+  plan_decode(plan, describe(device));
+  if (plan.decode_reason == nullptr) plan.choice = choose_fwd(plan.params, describe(device));
   return plan;
 }
 
@@ -73,6 +89,13 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
   FwdParams& params = plan.params;
   const auto check = [&](cudaError_t status) { check_launch("fa::forward", status, device); };
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  if (plan.decode_reason != nullptr) {
+    const LaunchFeatures features = launch_features(describe(device));
+    const at::Tensor parts = allocate_parts(plan.decode, features, query.device());
+    check(launch_decode(plan.decode, features, stream));
+    if (!plan.out_rows.is_same(plan.out)) plan.out.copy_(plan.out_rows);
+    return {plan.out, plan.lse};
+  }
   at::Tensor mask_summary;
   if (params.mask_mode == MaskMode::kTensor) {
     mask_summary = at::empty({mask_summary_bytes(params)}, query.options().dtype(at::kByte));
@@ -100,15 +123,24 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
   const Plan plan = plan_forward(query, key, value, attn_mask, is_causal, scale, window_left,
                                  window_right, bottom_right, device, /*copy_values=*/false);
   if (plan.empty) return "none: no query or no key";
+  const auto text = [](const char* name, const KernelShape& tile) {
+    return name + std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n);
+  };
+  if (plan.decode_reason != nullptr) {
+    const DecodeParams& d = plan.decode;
+    const KernelShape tile = describe_decode(d.head_dim, d.seqlen_q * (d.heads_q / d.heads_k),
+                                             launch_features(describe(device)))
+                                 .kernel;
+    return text("decode ", tile) + ", " + std::to_string(d.num_splits) +
+           (d.num_splits == 1 ? " split: " : " splits: ") + plan.decode_reason;
+  }
   const int head_dim = static_cast<int>(plan.problem.head_dim);
   KernelShape tile = describe_fwd_sm80(head_dim, static_cast<int>(device.sharedMemPerBlockOptin));
 #if FA_WITH_SM90A
   if (plan.choice.hopper)
     tile = describe_fwd_sm90(head_dim, plan.choice.shape, plan.params.mask_mode);
 #endif
-  return std::string(plan.choice.hopper ? "fwd_sm90 " : "fwd_sm80 ") +
-         std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n) + ": " +
-         plan.choice.reason;
+  return text(plan.choice.hopper ? "fwd_sm90 " : "fwd_sm80 ", tile) + ": " + plan.choice.reason;
 }
 
 }  // namespace

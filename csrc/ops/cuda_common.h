@@ -157,6 +157,21 @@ inline at::Tensor whole_rows(const at::Tensor& result) {
   return rows_fit ? result : at::empty(result.sizes(), result.options());
 }
 
+// Fills params with the scratch of its splits, which is one allocation.
+inline at::Tensor allocate_parts(DecodeParams& params, LaunchFeatures features,
+                                 c10::Device device) {
+  if (params.num_splits == 1) return {};
+  const int group = params.heads_q / params.heads_k;
+  const int cols = describe_decode(params.head_dim, params.seqlen_q * group, features).cols_rounded;
+  const int64_t parts =
+      int64_t{params.batch} * params.heads_q * params.seqlen_q * params.num_splits;
+  at::Tensor scratch(
+      at::detail::empty_cuda({parts * (cols + 1)}, at::kFloat, device, std::nullopt));
+  params.partial_out = scratch.mutable_data_ptr<float>();
+  params.partial_lse = params.partial_out + parts * cols;
+  return scratch;
+}
+
 inline Device describe(const cudaDeviceProp& device) {
   return {10 * device.major + device.minor, device.multiProcessorCount,
           static_cast<int>(device.sharedMemPerBlockOptin)};

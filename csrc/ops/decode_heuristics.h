@@ -1,4 +1,5 @@
-// How decoding splits its keys: pure functions of the problem and the device.
+// Which calls of fa::forward are decoding, and how decoding splits its keys: pure functions of the
+// problem and the device.
 #pragma once
 #include "heuristics.h"
 
@@ -66,6 +67,58 @@ inline int choose_splits(const DecodeWork& work, const Device& device) {
     }
   }
   return best;
+}
+
+// fa::forward as decoding, but for the splits: the keys of a sequence are its cache, which is full.
+inline DecodeParams as_decode(const FwdParams& p) {
+  DecodeParams d{};
+  d.cache.key = const_cast<void*>(p.key);
+  d.cache.value = const_cast<void*>(p.value);
+  d.cache.page_shift = 31;
+  d.cache.capacity = p.seqlen_k;
+  d.query = p.query;
+  d.out = p.out;
+  d.lse = p.lse;
+  for (int i = 0; i < 3; ++i) {
+    d.cache.key_stride[i] = p.key_stride[i];
+    d.cache.value_stride[i] = p.value_stride[i];
+    d.query_stride[i] = p.query_stride[i];
+    d.out_stride[i] = p.out_stride[i];
+  }
+  d.batch = p.batch;
+  d.heads_q = p.heads_q;
+  d.heads_k = p.heads_k;
+  d.seqlen_q = p.seqlen_q;
+  d.head_dim = p.head_dim;
+  d.num_splits = 1;
+  d.zero_tails = true;
+  d.scale = p.scale;
+  d.diagonal_shift = p.diagonal - (int64_t{p.seqlen_k} - p.seqlen_q);
+  d.window_left = p.window_left;
+  d.window_right = p.window_right;
+  d.dtype = p.dtype;
+  return d;
+}
+
+// Keys that some query sees, as far as the band tells.
+inline int64_t visible_keys(const FwdParams& p) {
+  const auto key = [&](int64_t k) { return std::clamp<int64_t>(k, 0, p.seqlen_k); };
+  const int64_t bottom = p.seqlen_q - 1 + p.diagonal;
+  return std::max<int64_t>(key(bottom + p.window_right + 1) - key(p.diagonal - p.window_left), 0);
+}
+
+// Why fa::forward takes the decoding kernels, which read the keys of a group of query heads once
+// and can split them; null where the forward kernels are as good or the only ones.
+inline const char* reason_to_decode(const FwdParams& p, const Device& device) {
+  constexpr int kMaxGrid = 65535;
+  if (p.mask_mode == MaskMode::kTensor) return nullptr;
+  if (p.batch > kMaxGrid || p.heads_q > kMaxGrid) return nullptr;
+  const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q * group;
+  if (int64_t{p.seqlen_q} * p.heads_q > kMaxSeqlen) return nullptr;
+  if (rows <= 32) return "few queries";
+  const int64_t heads = int64_t{p.batch} * p.heads_q;
+  if (rows <= 64 && (group > 1 || heads < device.num_sms)) return "few queries";
+  return nullptr;
 }
 
 }  // namespace fa

@@ -14,20 +14,6 @@
 namespace fa {
 namespace {
 
-// Fills params with the scratch of its splits, which is one allocation.
-at::Tensor allocate_parts(DecodeParams& params, LaunchFeatures features, c10::Device device) {
-  if (params.num_splits == 1) return {};
-  const int group = params.heads_q / params.heads_k;
-  const int cols = describe_decode(params.head_dim, params.seqlen_q * group, features).cols_rounded;
-  const int64_t parts =
-      int64_t{params.batch} * params.heads_q * params.seqlen_q * params.num_splits;
-  at::Tensor scratch(
-      at::detail::empty_cuda({parts * (cols + 1)}, at::kFloat, device, std::nullopt));
-  params.partial_out = scratch.mutable_data_ptr<float>();
-  params.partial_lse = params.partial_out + parts * cols;
-  return scratch;
-}
-
 void check_cuda(const at::Tensor& query, const KvCacheProblem& p) {
   const at::ScalarType dtype = query.scalar_type();
   TORCH_CHECK(dtype == at::kHalf || dtype == at::kBFloat16,
