@@ -30,7 +30,7 @@
 
 #include <cmath>
 
-#include "../attn/merge.cuh"
+#include "decode_store.cuh"
 #include "decode_tile.cuh"
 #include "dependent_launch.cuh"
 #include "dispatch.h"
@@ -38,125 +38,6 @@
 
 namespace fa::decode {
 namespace {
-
-// Folds what is special about a scale <= 0 into Q, exactly, so that the main loop sees a positive
-// one: negative, the signs change; zero, Q becomes 0 * Q and the scale 1.
-template <class Config>
-FA_DEVICE void fold_scale(uint16_t* sQ, float scale) {
-  constexpr uint16_t kExponent = Config::kDtype == Dtype::kFloat16 ? 0x7c00 : 0x7f80, kNan = 0x7fff;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < Config::kBlockM * Config::kHeadDim; i += Config::kThreads) {
-    const bool finite = (sQ[i] & kExponent) != kExponent;
-    sQ[i] = scale < 0.f ? sQ[i] ^ 0x8000 : finite ? 0 : kNan;
-  }
-  __syncthreads();  // before the warps read their rows
-}
-
-// -inf to the scores of keys that their rows do not see. The lane's limits are found again here,
-// since at head_dim 256 there are no registers to keep them.
-template <class Config>
-FA_DEVICE void hide(typename Config::Scores& rS, const DecodeParams& p, const Prepared& prepared,
-                    const RowTile& t, int warp_row, int key) {
-  const int lane = ptx::lane_id(), lane_key = key + 2 * (lane % 4);
-#pragma unroll
-  for (int r = 0; r < 2 * Config::kRowTiles; ++r) {
-    const int token = prepared.group.quotient(t.row_begin + warp_row + lane / 4 + 8 * r);
-    const int first = first_key(p, t, token) - lane_key, end = end_key(p, t, token) - lane_key;
-#pragma unroll
-    for (int n = 0; n < Config::kPieceN / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (8 * n + i < first || 8 * n + i >= end) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
-      }
-    }
-  }
-}
-
-// 8 columns of a row of `out`, or of as many as it has.
-template <Dtype kDtype>
-FA_DEVICE void store_row(uint16_t* gO, const float (&x)[8], int columns, bool aligned) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = ptx::cvt_rn_x2<kDtype>(x[2 * i], x[2 * i + 1]);
-  if (aligned) {
-    *reinterpret_cast<uint4*>(gO) = make_uint4(words[0], words[1], words[2], words[3]);
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    if (e < columns) gO[e] = static_cast<uint16_t>(words[e / 2] >> 16 * (e % 2));
-  }
-}
-
-// 8 columns of a row of the tile, merged from those of the key warps.
-struct MergedRow {
-  float x[8];
-  float lse;
-};
-template <class Config>
-FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int row, int col) {
-  float max_lse = -INFINITY, sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < Config::kKeyWarps; ++w) max_lse = fmaxf(max_lse, smem.after.sLse[w][row]);
-  const float reference = attn::merge_reference(max_lse);
-  MergedRow merged{};
-#pragma unroll
-  for (int w = 0; w < Config::kKeyWarps; ++w) {
-    const float weight = attn::merge_weight(smem.after.sLse[w][row], reference);
-    const auto* x = reinterpret_cast<const float4*>(&smem.after.sO[w][row][col]);
-    const float4 low = x[0], high = x[1];
-    const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    sum += weight;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) merged.x[e] += weight * values[e];
-  }
-  const float inverse = attn::merge_inverse(sum);
-#pragma unroll
-  for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
-  merged.lse = attn::merge_lse(reference, sum);
-  return merged;
-}
-
-enum class Target { kOut, kPartial };
-
-// 8 columns of a row of the tile to global memory: the result, or the part of this split.
-template <class Config>
-FA_DEVICE void store_columns(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
-                             int row, int col, const MergedRow& merged, Target target) {
-  const int group = prepared.group.divisor;
-  const int token = prepared.group.quotient(t.row_begin + row);
-  const int head = t.kv_head_idx * group + (t.row_begin + row - token * group);
-  const int64_t out_row =
-      (static_cast<int64_t>(t.batch_idx) * p.heads_q + head) * p.seqlen_q + token;
-  if (target == Target::kPartial) {
-    const int64_t part = out_row * p.num_splits + blockIdx.y;
-    auto* gPart = reinterpret_cast<float4*>(p.partial_out + part * Config::kHeadDim + col);
-    gPart[0] = make_float4(merged.x[0], merged.x[1], merged.x[2], merged.x[3]);
-    gPart[1] = make_float4(merged.x[4], merged.x[5], merged.x[6], merged.x[7]);
-    if (col == 0) p.partial_lse[part] = merged.lse;
-    return;
-  }
-  if (col == 0) p.lse[out_row] = merged.lse;
-  if (col < p.head_dim) {
-    uint16_t* gO = static_cast<uint16_t*>(p.out) + t.batch_idx * p.out_stride[0] +
-                   head * p.out_stride[1] + token * p.out_stride[2] + col;
-    store_row<Config::kDtype>(gO, merged.x, p.head_dim - col, prepared.out_aligned);
-  }
-}
-
-// What the warps left in shared memory to global memory.
-template <class Config>
-FA_DEVICE void store(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
-                     const typename Config::SharedStorage& smem) {
-  constexpr int kChunks = Config::kHeadDim / 8;
-  const int chunks = min(Config::kBlockM, t.rows - t.row_begin) * kChunks;
-  const Target target = p.num_splits > 1 ? Target::kPartial : Target::kOut;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < chunks; i += Config::kThreads) {
-    const int row = i / kChunks, col = i % kChunks * 8;
-    store_columns<Config>(p, prepared, t, row, col, merge_warps<Config>(smem, row, col), target);
-  }
-}
 
 template <class Config>
 FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
@@ -176,7 +57,11 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   if (p.cache.seqlens == nullptr) wait_for_kernels_before();
 
   // ---- Q, and all tiles but one of the ring.
-  const KvLoader<Config> loader(p, t, prepared.aligned, smem_raw);
+  const KvLoader<Config> loader(p, t, prepared.aligned);
+  const auto load = [&](int tile, const typename KvLoader<Config>::Pages& pages, int stage) {
+    loader.load_keys(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sK));
+    loader.load_values(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sV));
+  };
   typename KvLoader<Config>::Pages next_pages = loader.find_pages(tiles.begin);
   load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.before.sQ));
   ptx::cp_async_commit_group();
@@ -184,7 +69,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   for (int s = 0; s < kStages - 1; ++s) {
     const typename KvLoader<Config>::Pages pages = next_pages;
     next_pages = loader.find_pages(tiles.begin + s + 1);
-    if (tiles.begin + s < tiles.end) loader.load(tiles.begin + s, pages, s);
+    if (tiles.begin + s < tiles.end) load(tiles.begin + s, pages, s);
     ptx::cp_async_commit_group();
   }
 
@@ -218,7 +103,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     __syncthreads();  // the tile has landed for all; all have left the stage that the next copies
                       // overwrite, first of all Q
     const int next = tile + kStages - 1;
-    if (next < tiles.end) loader.load(next, next_pages, stage == 0 ? kStages - 1 : stage - 1);
+    if (next < tiles.end) load(next, next_pages, stage == 0 ? kStages - 1 : stage - 1);
     ptx::cp_async_commit_group();
     next_pages = loader.find_pages(next + 1);
 
@@ -279,11 +164,6 @@ __global__ void __launch_bounds__(Config::kThreads,
   if constexpr (Config::kLarge == kRunsLarge) attend<Config>(p, prepared);
 }
 
-bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
-         stride[1] % 8 == 0 && stride[2] % 8 == 0;
-}
-
 template <class Config>
 constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
 
@@ -294,18 +174,8 @@ cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaSt
       status != cudaSuccess) {
     return status;
   }
-  const int group = p.heads_q / p.heads_k;
-  const bool whole = p.head_dim % 8 == 0;
-  const Prepared prepared{attn::FastDivide(p.heads_k), attn::FastDivide(group),
-                          attn::FastDivide(p.num_splits),
-                          (whole || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
-                              in_pieces(p.cache.key, p.cache.key_stride) &&
-                              in_pieces(p.cache.value, p.cache.value_stride),
-                          whole && in_pieces(p.out, p.out_stride)};
-  const int64_t m_blocks = (int64_t{p.seqlen_q} * group + Config::kBlockM - 1) / Config::kBlockM;
-  const dim3 grid(p.heads_k * m_blocks, p.num_splits, p.batch);
-  return launch_kernel(features, kernel, grid, Config::kThreads, kSmemBytes<Config>, stream, p,
-                       prepared);
+  return launch_kernel(features, kernel, grid_of<Config>(p), Config::kThreads, kSmemBytes<Config>,
+                       stream, p, prepare(p));
 }
 
 // Calls f(head_dim instance, block_m, large). At head_dim 256, 128 rows do not leave room for keys.

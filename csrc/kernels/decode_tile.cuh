@@ -43,6 +43,28 @@ struct Prepared {
   bool out_aligned;         // those of out too
 };
 
+inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
+         stride[1] % 8 == 0 && stride[2] % 8 == 0;
+}
+
+inline Prepared prepare(const DecodeParams& p) {
+  const bool whole = p.head_dim % 8 == 0;
+  return {attn::FastDivide(p.heads_k), attn::FastDivide(p.heads_q / p.heads_k),
+          attn::FastDivide(p.num_splits),
+          (whole || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
+              in_pieces(p.cache.key, p.cache.key_stride) &&
+              in_pieces(p.cache.value, p.cache.value_stride),
+          whole && in_pieces(p.out, p.out_stride)};
+}
+
+template <class Config>
+dim3 grid_of(const DecodeParams& p) {
+  const int64_t rows = int64_t{p.seqlen_q} * (p.heads_q / p.heads_k);
+  const int64_t m_blocks = (rows + Config::kBlockM - 1) / Config::kBlockM;
+  return dim3(p.heads_k * m_blocks, p.num_splits, p.batch);
+}
+
 template <int kHeadDim_, int kBlockM_, bool kLarge_, Dtype kDtype_>
 struct DecodeConfig {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_;
@@ -156,14 +178,8 @@ struct KvLoader {
     int index[Copy::kSteps];
   };
 
-  const DecodeParams& p;
-  const RowTile& t;
-  const bool aligned;
-  unsigned char* const ring;
-
-  FA_DEVICE KvLoader(const DecodeParams& params, const RowTile& row_tile, bool rows_aligned,
-                     unsigned char* stages)
-      : p(params), t(row_tile), aligned(rows_aligned), ring(stages) {}
+  FA_DEVICE KvLoader(const DecodeParams& params, const RowTile& row_tile, bool rows_aligned)
+      : p(params), t(row_tile), aligned(rows_aligned) {}
 
   FA_DEVICE int key_of_step(int tile, int i) const {
     return tile * Config::kBlockN + Copy::row(ptx::thread_index_again()) + i * Copy::kRowStep;
@@ -180,66 +196,54 @@ struct KvLoader {
     return pages;
   }
 
-  FA_DEVICE void load(int tile, const Pages& pages, int stage) const {
+  // Rows of one tile of keys, or of values, to `target` in shared memory.
+  FA_DEVICE void load_keys(int tile, const Pages& pages, unsigned char* target) const {
+    load_rows(p.cache.key, p.cache.key_stride, tile, pages, target);
+  }
+  FA_DEVICE void load_values(int tile, const Pages& pages, unsigned char* target) const {
+    load_rows(p.cache.value, p.cache.value_stride, tile, pages, target);
+  }
+
+ private:
+  FA_DEVICE void load_rows(const void* tensor, const int64_t (&stride)[3], int tile,
+                           const Pages& pages, unsigned char* target) const {
     // All that is the same for every tile is found again, and takes no registers in between.
     const int thread = ptx::thread_index_again(), col = Copy::col(thread);
-    unsigned char* sK = ring + stage * sizeof(typename Config::Stage) + Copy::smem_offset(thread);
-    const uint16_t* gK =
-        static_cast<const uint16_t*>(p.cache.key) + t.kv_head_idx * p.cache.key_stride[1] + col;
-    const uint16_t* gV =
-        static_cast<const uint16_t*>(p.cache.value) + t.kv_head_idx * p.cache.value_stride[1] + col;
-    const int64_t k_row = p.cache.key_stride[2], v_row = p.cache.value_stride[2];
+    target += Copy::smem_offset(thread);
+    const uint32_t address = ptx::smem_addr(target);
+    const uint16_t* source = static_cast<const uint16_t*>(tensor) + t.kv_head_idx * stride[1] + col;
     if (!aligned) {
 #pragma unroll 1
       for (int i = 0; i < Copy::kSteps; ++i) {
         const int key = key_of_step(tile, i);
-        const int64_t row = attn::row_in_page(p.cache, key);
         // Not pages.index[i]: an index found at run time would move the array to local memory.
         const int64_t page = visible(key) ? attn::page_of(p.cache, t.batch_idx, key) : 0;
-        copy_row_by_elements(sK + i * Copy::kRowStep * Config::kHeadDim * 2,
-                             gK + page * p.cache.key_stride[0] + row * k_row,
-                             gV + page * p.cache.value_stride[0] + row * v_row,
-                             visible(key) ? p.head_dim - col : 0);
+        const uint16_t* row =
+            source + page * stride[0] + int64_t{attn::row_in_page(p.cache, key)} * stride[2];
+#pragma unroll 1
+        for (int line = 0; line < Copy::kLines; ++line)
+          copy_elements(target + Copy::offset(i, line), row + line * 64,
+                        visible(key) ? p.head_dim - col - line * 64 : 0);
       }
     } else if (p.cache.block_table == nullptr) {
-      const int64_t page = t.batch_idx, row = key_of_step(tile, 0);
-      const uint16_t* k = gK + page * p.cache.key_stride[0] + row * k_row;
-      const uint16_t* v = gV + page * p.cache.value_stride[0] + row * v_row;
+      source += int64_t{t.batch_idx} * stride[0] + int64_t{key_of_step(tile, 0)} * stride[2];
 #pragma unroll
-      for (int i = 0; i < Copy::kSteps; ++i) {
-        load_step(sK, k, v, tile, i, col);
-        k += Copy::kRowStep * k_row;
-        v += Copy::kRowStep * v_row;
-      }
+      for (int i = 0; i < Copy::kSteps; ++i, source += Copy::kRowStep * stride[2])
+        Copy::load_step(address, source, i, col, p.head_dim, visible(key_of_step(tile, i)));
     } else {
 #pragma unroll
       for (int i = 0; i < Copy::kSteps; ++i) {
-        const int64_t page = pages.index[i];
-        const int64_t row = attn::row_in_page(p.cache, key_of_step(tile, i));
-        load_step(sK, gK + page * p.cache.key_stride[0] + row * k_row,
-                  gV + page * p.cache.value_stride[0] + row * v_row, tile, i, col);
+        const int key = key_of_step(tile, i);
+        const uint16_t* row = source + int64_t{pages.index[i]} * stride[0] +
+                              int64_t{attn::row_in_page(p.cache, key)} * stride[2];
+        Copy::load_step(address, row, i, col, p.head_dim, visible(key));
       }
     }
   }
 
- private:
-  FA_DEVICE void load_step(unsigned char* sK, const uint16_t* k, const uint16_t* v, int tile, int i,
-                           int col) const {
-    const uint32_t address = ptx::smem_addr(sK);
-    const bool valid = visible(key_of_step(tile, i));
-    Copy::load_step(address, k, i, col, p.head_dim, valid);
-    Copy::load_step(address + sizeof(typename Config::Stage) / 2, v, i, col, p.head_dim, valid);
-  }
-
-  static FA_DEVICE void copy_row_by_elements(unsigned char* sK, const uint16_t* k,
-                                             const uint16_t* v, int columns) {
-#pragma unroll 1
-    for (int line = 0; line < Copy::kLines; ++line) {
-      copy_elements(sK + line * 128, k + line * 64, columns - line * 64);
-      copy_elements(sK + sizeof(typename Config::Stage) / 2 + line * 128, v + line * 64,
-                    columns - line * 64);
-    }
-  }
+  const DecodeParams& p;
+  const RowTile& t;
+  const bool aligned;
 };
 
 template <class Config>
@@ -261,8 +265,41 @@ FA_DEVICE void load_query(const DecodeParams& p, const Prepared& prepared, const
     } else {
 #pragma unroll 1
       for (int line = 0; line < Copy::kLines; ++line)
-        copy_elements(sQ + i * Copy::kRowStep * Config::kHeadDim * 2 + line * 128, gQ + line * 64,
+        copy_elements(sQ + Copy::offset(i, line), gQ + line * 64,
                       row < t.rows ? p.head_dim - col - line * 64 : 0);
+    }
+  }
+}
+
+// Folds what is special about a scale <= 0 into Q, exactly, so that the main loop sees a positive
+// one: negative, the signs change; zero, Q becomes 0 * Q and the scale 1.
+template <class Config>
+FA_DEVICE void fold_scale(uint16_t* sQ, float scale) {
+  constexpr uint16_t kExponent = Config::kDtype == Dtype::kFloat16 ? 0x7c00 : 0x7f80, kNan = 0x7fff;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Config::kBlockM * Config::kHeadDim; i += Config::kThreads) {
+    const bool finite = (sQ[i] & kExponent) != kExponent;
+    sQ[i] = scale < 0.f ? sQ[i] ^ 0x8000 : finite ? 0 : kNan;
+  }
+  __syncthreads();  // before the warps read their rows
+}
+
+// -inf to the scores of keys that their rows do not see. The lane's limits are found again here,
+// since at head_dim 256 there are no registers to keep them.
+template <class Config>
+FA_DEVICE void hide(typename Config::Scores& rS, const DecodeParams& p, const Prepared& prepared,
+                    const RowTile& t, int warp_row, int key) {
+  const int lane = ptx::lane_id(), lane_key = key + 2 * (lane % 4);
+#pragma unroll
+  for (int r = 0; r < 2 * Config::kRowTiles; ++r) {
+    const int token = prepared.group.quotient(t.row_begin + warp_row + lane / 4 + 8 * r);
+    const int first = first_key(p, t, token) - lane_key, end = end_key(p, t, token) - lane_key;
+#pragma unroll
+    for (int n = 0; n < Config::kPieceN / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i < first || 8 * n + i >= end) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
+      }
     }
   }
 }

@@ -10,7 +10,6 @@
 #include <tuple>
 
 #include "cuda_common.h"
-#include "decode_heuristics.h"
 
 namespace fa {
 namespace {
@@ -23,6 +22,7 @@ struct Plan {
   FwdParams params;
   const char* decode_reason;  // null: a forward kernel, by choice
   DecodeParams decode;
+  DecodeChoice decode_choice;
   FwdChoice choice;
   bool empty;  // no kernel is needed
 };
@@ -31,12 +31,10 @@ struct Plan {
 void plan_decode(Plan& plan, const Device& device) {
   plan.decode_reason = reason_to_decode(plan.params, device);
   if (plan.decode_reason == nullptr) return;
-  const FwdParams& p = plan.params;
-  plan.decode = as_decode(p);
+  plan.decode = as_decode(plan.params);
+  plan.decode_choice = choose_decode(plan.decode, device);
   plan.decode.num_splits =
-      choose_splits({p.batch, p.heads_k, int64_t{p.seqlen_q} * (p.heads_q / p.heads_k),
-                     visible_keys(p), p.head_dim},
-                    device);
+      choose_splits(plan.decode, visible_keys(plan.params), plan.decode_choice, device);
 }
 
 // Check, allocate, fill params and choose the kernel. copy_values: fill copies of rows that are not
@@ -90,9 +88,8 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
   const auto check = [&](cudaError_t status) { check_launch("fa::forward", status, device); };
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
   if (plan.decode_reason != nullptr) {
-    const LaunchFeatures features = launch_features(describe(device));
-    const at::Tensor parts = allocate_parts(plan.decode, features, query.device());
-    check(launch_decode(plan.decode, features, stream));
+    const at::Tensor parts = allocate_parts(plan.decode, plan.decode_choice, query.device());
+    check(launch_chosen(plan.decode, plan.decode_choice, describe(device), stream));
     if (!plan.out_rows.is_same(plan.out)) plan.out.copy_(plan.out_rows);
     return {plan.out, plan.lse};
   }
@@ -127,12 +124,11 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
     return name + std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n);
   };
   if (plan.decode_reason != nullptr) {
-    const DecodeParams& d = plan.decode;
-    const KernelShape tile = describe_decode(d.head_dim, d.seqlen_q * (d.heads_q / d.heads_k),
-                                             launch_features(describe(device)))
-                                 .kernel;
-    return text("decode ", tile) + ", " + std::to_string(d.num_splits) +
-           (d.num_splits == 1 ? " split: " : " splits: ") + plan.decode_reason;
+    const int splits = plan.decode.num_splits;
+    return text(plan.decode_choice.hopper ? "decode_sm90 " : "decode ",
+                plan.decode_choice.shape.kernel) +
+           ", " + std::to_string(splits) + (splits == 1 ? " split: " : " splits: ") +
+           plan.decode_reason;
   }
   const int head_dim = static_cast<int>(plan.problem.head_dim);
   KernelShape tile = describe_fwd_sm80(head_dim, static_cast<int>(device.sharedMemPerBlockOptin));

@@ -10,6 +10,7 @@
 
 #include "../kernels/launch.h"
 #include "checks.h"
+#include "decode_heuristics.h"
 #include "heuristics.h"
 
 namespace fa {
@@ -157,12 +158,16 @@ inline at::Tensor whole_rows(const at::Tensor& result) {
   return rows_fit ? result : at::empty(result.sizes(), result.options());
 }
 
+inline Device describe(const cudaDeviceProp& device) {
+  return {10 * device.major + device.minor, device.multiProcessorCount,
+          static_cast<int>(device.sharedMemPerBlockOptin)};
+}
+
 // Fills params with the scratch of its splits, which is one allocation.
-inline at::Tensor allocate_parts(DecodeParams& params, LaunchFeatures features,
+inline at::Tensor allocate_parts(DecodeParams& params, const DecodeChoice& choice,
                                  c10::Device device) {
   if (params.num_splits == 1) return {};
-  const int group = params.heads_q / params.heads_k;
-  const int cols = describe_decode(params.head_dim, params.seqlen_q * group, features).cols_rounded;
+  const int cols = choice.shape.cols_rounded;
   const int64_t parts =
       int64_t{params.batch} * params.heads_q * params.seqlen_q * params.num_splits;
   at::Tensor scratch(
@@ -172,9 +177,12 @@ inline at::Tensor allocate_parts(DecodeParams& params, LaunchFeatures features,
   return scratch;
 }
 
-inline Device describe(const cudaDeviceProp& device) {
-  return {10 * device.major + device.minor, device.multiProcessorCount,
-          static_cast<int>(device.sharedMemPerBlockOptin)};
+inline cudaError_t launch_chosen(const DecodeParams& params, const DecodeChoice& choice,
+                                 const Device& device, cudaStream_t stream) {
+#if FA_WITH_SM90A
+  if (choice.hopper) return launch_decode_sm90(params, stream);
+#endif
+  return launch_decode(params, launch_features(device), stream);
 }
 
 }  // namespace fa

@@ -10,14 +10,35 @@ inline LaunchFeatures launch_features(const Device& device) {
                                                           : LaunchFeatures::kSm80;
 }
 
-// rows: seqlen_q times the query heads of a KV head. keys: of a sequence, at most.
-struct DecodeWork {
-  int64_t batch;
-  int64_t heads_k;
-  int64_t rows;
-  int64_t keys;
-  int head_dim;
+// Which of the decoding kernels takes a call, and its tile.
+struct DecodeChoice {
+  bool hopper;
+  DecodeShape shape;
 };
+
+inline int64_t rows_of(const DecodeParams& p) {
+  return int64_t{p.seqlen_q} * (p.heads_q / p.heads_k);
+}
+
+inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
+         stride[1] % 8 == 0 && stride[2] % 8 == 0;
+}
+
+// wgmma has 64 rows: up to 32, mma.sync does as well, and reads from memory take longer.
+inline DecodeChoice choose_decode(const DecodeParams& p, const Device& device) {
+  const LaunchFeatures features = launch_features(device);
+  const int rows = static_cast<int>(rows_of(p));
+#if FA_WITH_SM90A
+  const bool pieces = (p.head_dim % 8 == 0 || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
+                      in_pieces(p.cache.key, p.cache.key_stride) &&
+                      in_pieces(p.cache.value, p.cache.value_stride);
+  if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && pieces) {
+    return {true, describe_decode_sm90(p.head_dim, rows)};
+  }
+#endif
+  return {false, describe_decode(p.head_dim, rows, features)};
+}
 
 constexpr int64_t kMaxSplits = 128;
 
@@ -28,22 +49,24 @@ inline int invariant_splits(int64_t rows, int64_t keys) {
   return static_cast<int>(std::clamp<int64_t>((keys + 511) / 512, 1, most));
 }
 
-// The number of splits with the least estimated time on an H200; other devices differ by a factor,
-// mostly. Units are microseconds: a tile takes its time alone, or its share of the memory's
-// bandwidth when as many CTAs run as there are SMs; a CTA starts and ends, and so does a merge.
-inline int choose_splits(const DecodeWork& work, const Device& device) {
-  const DecodeShape shape =
-      describe_decode(work.head_dim, static_cast<int>(work.rows), launch_features(device));
-  const KernelShape& tile = shape.kernel;
+// The number of splits of `keys` with the least estimated time on an H200; other devices differ by
+// a factor, mostly. Units are microseconds: a tile takes its time alone, or its share of the
+// memory's bandwidth when as many CTAs run as there are SMs; a CTA starts and ends, and so does a
+// merge.
+inline int choose_splits(const DecodeParams& p, int64_t keys, const DecodeChoice& choice,
+                         const Device& device) {
+  const KernelShape& tile = choice.shape.kernel;
+  const int cols = choice.shape.cols_rounded;
+  const int64_t rows = rows_of(p), heads = int64_t{p.batch} * p.heads_k;
   constexpr double kBytesPerUs = 4.5e6, kStart = 1.0, kMerge = 1.6, kMergeBytesPerUs = 3e6;
-  const double tile_bytes = 4.0 * tile.block_n * shape.cols_rounded;
+  const double tile_bytes = 4.0 * tile.block_n * cols;
   const double alone = tile_bytes / 65536 *
                        (tile.block_m <= 32   ? 1.2
+                        : choice.hopper      ? tile.block_m == 64 ? 1.2 : 1.6
                         : tile.block_m == 64 ? 2.2
                                              : 3.9);
-  const int64_t ctas_each =
-      work.batch * work.heads_k * ((work.rows + tile.block_m - 1) / tile.block_m);
-  const int64_t tiles = std::max<int64_t>((work.keys + tile.block_n - 1) / tile.block_n, 1);
+  const int64_t ctas_each = heads * ((rows + tile.block_m - 1) / tile.block_m);
+  const int64_t tiles = std::max<int64_t>((keys + tile.block_n - 1) / tile.block_n, 1);
   const int64_t sms = std::max(device.num_sms, 1);
   const auto tile_us = [&](int64_t running) {
     return std::max(alone, static_cast<double>(running) * tile_bytes / kBytesPerUs);
@@ -57,8 +80,8 @@ inline int choose_splits(const DecodeWork& work, const Device& device) {
     double us = static_cast<double>(waves) * (tiles_each * tile_us(sms) + kStart);
     if (rest > 0) us += tiles_each * tile_us(rest) + kStart;
     if (splits > 1) {
-      const double partial_bytes = 8.0 * static_cast<double>(work.batch * work.heads_k) *
-                                   static_cast<double>(work.rows * splits) * shape.cols_rounded;
+      const double partial_bytes =
+          8.0 * static_cast<double>(heads) * static_cast<double>(rows * splits) * cols;
       us += kMerge + partial_bytes / kMergeBytesPerUs;
     }
     if (splits == 1 || us < least) {
@@ -117,7 +140,13 @@ inline const char* reason_to_decode(const FwdParams& p, const Device& device) {
   if (int64_t{p.seqlen_q} * p.heads_q > kMaxSeqlen) return nullptr;
   if (rows <= 32) return "few queries";
   const int64_t heads = int64_t{p.batch} * p.heads_q;
-  if (rows <= 64 && (group > 1 || heads < device.num_sms)) return "few queries";
+  if (rows <= 128 && (group > 1 || heads < device.num_sms)) return "few queries";
+  // A chunk of queries beside many more keys: the tiles of the forward kernels, of 128 rows and all
+  // keys, would leave most of the GPU idle.
+  const int64_t tiles = heads * ((p.seqlen_q + 127) / 128);
+  if (2 * tiles <= device.num_sms && visible_keys(p) >= 4 * std::max(p.seqlen_q, 512)) {
+    return "few tiles of queries, many keys";
+  }
   return nullptr;
 }
 

@@ -8,7 +8,6 @@
 #include <tuple>
 
 #include "cuda_common.h"
-#include "decode_heuristics.h"
 #include "kvcache_checks.h"
 
 namespace fa {
@@ -160,13 +159,12 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cuda(
   const at::Tensor rows = query_rows(query);
   DecodeParams params = make_decode_params(p, cache, rows, out, lse);
   const int64_t keys = visible_keys(p.capacity, p.seqlen_q, p.window_left);
-  const DecodeWork work{p.batch, p.heads_k, p.seqlen_q * (p.heads_q / p.heads_k), keys,
-                        params.head_dim};
+  const DecodeChoice choice = choose_decode(params, device);
   params.num_splits = num_splits > 0    ? static_cast<int>(std::min(num_splits, kMaxSplits))
-                      : batch_invariant ? invariant_splits(work.rows, p.capacity)
-                                        : choose_splits(work, device);
-  const at::Tensor parts = allocate_parts(params, features, query.device());
-  check(launch_decode(params, features, stream));
+                      : batch_invariant ? invariant_splits(rows_of(params), p.capacity)
+                                        : choose_splits(params, keys, choice, device);
+  const at::Tensor parts = allocate_parts(params, choice, query.device());
+  check(launch_chosen(params, choice, device, stream));
   return {out, lse};
 }
 
