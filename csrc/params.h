@@ -137,7 +137,9 @@ struct DecodeParams {
   float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
 
   // What the splits of the keys contribute, for num_splits > 1: each its own softmax over its keys,
-  // 0 and -inf without any. On 16-byte boundaries; cols_rounded is that of describe_decode.
+  // 0 and -inf without any. On 16-byte boundaries; cols_rounded is that of describe_decode. Null:
+  // the CTAs of the splits are a cluster and merge there; decode_clusters says how many run at
+  // once.
   float* partial_out;  // [batch, heads_q, seqlen_q, num_splits, cols_rounded]
   float* partial_lse;  // [batch, heads_q, seqlen_q, num_splits]
 

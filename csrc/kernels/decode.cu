@@ -28,6 +28,7 @@
 //          mma.sync, at 40 % of its peak: 3.1 TB/s for 64 rows, 2.0 for 128.
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cmath>
 
 #include "decode_store.cuh"
@@ -51,6 +52,8 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   const int warp = ptx::warp_id(), lane = ptx::lane_id();
   const int row_warp = warp / Config::kKeyWarps, key_warp = warp % Config::kKeyWarps;
 
+  const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
+  if (in_cluster) cluster_arrive();                           // waited for by store_in_cluster
   if (p.cache.seqlens != nullptr) wait_for_kernels_before();  // lengths are memory as well
   const RowTile t = row_tile<Config>(p, prepared);
   const TileRange tiles = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
@@ -146,6 +149,9 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
           make_float2(rO.x[r / 2][d][2 * (r % 2)], rO.x[r / 2][d][2 * (r % 2) + 1]);
   }
   __syncthreads();  // O of all warps is there
+  if constexpr (Config::kClusters) {
+    if (in_cluster) return store_in_cluster<Config>(p, prepared, t, smem);
+  }
   store<Config>(p, prepared, t, smem);
 }
 
@@ -168,14 +174,65 @@ template <class Config>
 constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
 
 template <class Config>
-cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
-  const auto kernel = decode_kernel<Config>;
-  if (const cudaError_t status = allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>);
-      status != cudaSuccess) {
-    return status;
+cudaError_t allow() {
+  return allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>, Config::kClusters);
+}
+
+// The CTAs of the splits of a row of tiles are a cluster.
+struct ClusterLaunch {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config;
+
+  ClusterLaunch(dim3 grid, int threads, int smem_bytes, int cluster, cudaStream_t stream)
+      : attributes{}, config{} {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.z = 1;
+    attributes[1].val.clusterDim.y = cluster;
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
   }
-  return launch_kernel(features, kernel, grid_of<Config>(p), Config::kThreads, kSmemBytes<Config>,
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config points into it
+};
+
+template <class Config>
+cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
+  if (const cudaError_t status = allow<Config>(); status != cudaSuccess) return status;
+  const dim3 grid = grid_of<Config>(p);
+  if (p.num_splits > 1 && p.partial_out == nullptr) {
+    if (!Config::kClusters) return cudaErrorInvalidValue;
+    const ClusterLaunch launch(grid, Config::kThreads, kSmemBytes<Config>, p.num_splits, stream);
+    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p));
+  }
+  return launch_kernel(features, decode_kernel<Config>, grid, Config::kThreads, kSmemBytes<Config>,
                        stream, p, prepare(p));
+}
+
+// Of clusters of `cluster` CTAs; 0 where the driver refuses.
+template <class Config>
+int count_clusters(int cluster) {
+  if (!Config::kClusters || cluster > kMaxCluster) return 0;
+  static std::atomic<int> known[64][kMaxCluster + 1];  // by device, plus 1
+  int device;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return 0;
+  std::atomic<int>& entry = known[device][cluster];
+  if (const int count = entry.load(std::memory_order_relaxed); count != 0) return count - 1;
+  int count = 0;
+  const ClusterLaunch launch(dim3(1, cluster), Config::kThreads, kSmemBytes<Config>, cluster,
+                             nullptr);
+  if (allow<Config>() != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&count, decode_kernel<Config>, &launch.config) !=
+          cudaSuccess) {
+    (void)cudaGetLastError();
+    count = 0;
+  }
+  entry.store(count + 1, std::memory_order_relaxed);
+  return count;
 }
 
 // Calls f(head_dim instance, block_m, large). At head_dim 256, 128 rows do not leave room for keys.
@@ -210,6 +267,16 @@ DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features) {
   return shape;
 }
 
+int decode_clusters(int head_dim, int rows, int num_splits, LaunchFeatures features) {
+  int count = 0;
+  decode::dispatch_tile(head_dim, rows, features, [&](auto d, auto m, auto large) {
+    count = decode::count_clusters<decode::DecodeConfig<d(), m(), large(), Dtype::kFloat16>>(
+        num_splits);
+    return cudaSuccess;
+  });
+  return count;
+}
+
 cudaError_t launch_decode(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
   const int rows = p.seqlen_q * (p.heads_q / p.heads_k);
   const cudaError_t status =
@@ -219,7 +286,7 @@ cudaError_t launch_decode(const DecodeParams& p, LaunchFeatures features, cudaSt
           return decode::launch_config<Config>(p, features, stream);
         });
       });
-  if (status != cudaSuccess || p.num_splits == 1) return status;
+  if (status != cudaSuccess || p.num_splits == 1 || p.partial_out == nullptr) return status;
   return launch_combine(p, features, stream);
 }
 

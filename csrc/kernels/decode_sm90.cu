@@ -139,21 +139,24 @@ FA_DEVICE void attend_sm90(const DecodeParams& p, const Prepared& prepared) {
 
   // ---- Main loop: the softmax of a tile, while P V of the one before runs.
   int stage = 0, stage_before = kStages - 1;
-  const auto open_tile = [&](int tile) {
+  const auto open_tile = [&] {
     ptx::cp_async_wait_group<kStages - 2>();
     ptx::fence_proxy_async();  // the thread's copies, to wgmma
     __syncthreads();  // keys of this tile and values of the one before have landed for all; all
                       // have left the keys of the one before, and the values of the one before that
+    pin_all();
+    ptx::wgmma_fence();
+    tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS, desc_q, desc_k + stage * kStageStep);
+    ptx::wgmma_commit_group();
+  };
+  // Behind the products, which run meanwhile.
+  const auto load_ahead = [&](int tile) {
     load_keys(tile + kStages - 1, pages, stage_before);
     load_values(tile + kStages - 2, pages_before,
                 stage_before == 0 ? kStages - 1 : stage_before - 1);
     ptx::cp_async_commit_group();
     pages_before = pages;
     pages = loader.find_pages(tile + kStages);
-    pin_all();
-    ptx::wgmma_fence();
-    tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS, desc_q, desc_k + stage * kStageStep);
-    ptx::wgmma_commit_group();
   };
   const auto enqueue_pv = [&] {
     tile::wgmma_pv<kDtype>(rO, rP, desc_v + stage_before * kStageStep);
@@ -176,14 +179,16 @@ FA_DEVICE void attend_sm90(const DecodeParams& p, const Prepared& prepared) {
     stage = stage == kStages - 1 ? 0 : stage + 1;
   };
   if (tiles.begin < tiles.end) {
-    open_tile(tiles.begin);
+    open_tile();
+    load_ahead(tiles.begin);
     ptx::wgmma_wait_group<0>();
     exponentiate(tiles.begin);
     close_tile();
 #pragma unroll 1
     for (int tile = tiles.begin + 1; tile < tiles.end; ++tile) {
-      open_tile(tile);
+      open_tile();
       enqueue_pv();
+      load_ahead(tile);
       ptx::wgmma_wait_group<1>();
       const bool outgrown = exponentiate(tile);
       ptx::wgmma_wait_group<0>();

@@ -2,6 +2,7 @@
 // different keys, to the result or to the part of a split.
 #pragma once
 #include "../attn/merge.cuh"
+#include "cluster.cuh"
 #include "decode_tile.cuh"
 
 namespace fa::decode {
@@ -78,17 +79,67 @@ FA_DEVICE void store_columns(const DecodeParams& p, const Prepared& prepared, co
   }
 }
 
+// Rows of the tile that exist, in pieces of 8 columns.
+template <class Config>
+FA_DEVICE int count_pieces(const RowTile& t) {
+  return min(Config::kBlockM, t.rows - t.row_begin) * (Config::kHeadDim / 8);
+}
+
 // What the warps left in shared memory to global memory.
 template <class Config>
 FA_DEVICE void store(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
                      const typename Config::SharedStorage& smem) {
-  constexpr int kChunks = Config::kHeadDim / 8;
-  const int chunks = min(Config::kBlockM, t.rows - t.row_begin) * kChunks;
+  constexpr int kPieces = Config::kHeadDim / 8;
+  const int pieces = count_pieces<Config>(t);
   const Target target = p.num_splits > 1 ? Target::kPartial : Target::kOut;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < chunks; i += Config::kThreads) {
-    const int row = i / kChunks, col = i % kChunks * 8;
+  for (int i = threadIdx.x; i < pieces; i += Config::kThreads) {
+    const int row = i / kPieces, col = i % kPieces * 8;
     store_columns<Config>(p, prepared, t, row, col, merge_warps<Config>(smem, row, col), target);
+  }
+}
+
+// The same where the splits are the CTAs of a cluster. Piece i of all splits is merged by CTA
+// i % splits, to whose shared memory the others write it: all wait for each other once. The cluster
+// has arrived at its barrier once before, so that all CTAs are there to be written to.
+template <class Config>
+FA_DEVICE void store_in_cluster(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
+                                typename Config::SharedStorage& smem) {
+  constexpr int kPieces = Config::kHeadDim / 8;
+  const int pieces = count_pieces<Config>(t), splits = p.num_splits, split = blockIdx.y;
+  cluster_wait();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < pieces; i += Config::kThreads) {
+    const MergedRow merged = merge_warps<Config>(smem, i / kPieces, i % kPieces * 8);
+    const int slot = prepared.splits.quotient(i), to = i - slot * splits;
+    const int at = slot * splits + split;
+    auto* x = reinterpret_cast<float4*>(in_cta(smem.parts.x[at], to));
+    x[0] = make_float4(merged.x[0], merged.x[1], merged.x[2], merged.x[3]);
+    x[1] = make_float4(merged.x[4], merged.x[5], merged.x[6], merged.x[7]);
+    *in_cta(&smem.parts.lse[at], to) = merged.lse;
+  }
+  cluster_arrive();
+  cluster_wait();  // the parts of all splits are here, and nobody writes to a CTA that has ended
+#pragma unroll 1
+  for (int slot = threadIdx.x; slot * splits + split < pieces; slot += Config::kThreads) {
+    const int i = slot * splits + split, first = slot * splits;
+    float max_lse = -INFINITY, sum = 0.f;
+#pragma unroll 1
+    for (int s = 0; s < splits; ++s) max_lse = fmaxf(max_lse, smem.parts.lse[first + s]);
+    const float reference = attn::merge_reference(max_lse);
+    MergedRow merged{};
+#pragma unroll 1
+    for (int s = 0; s < splits; ++s) {
+      const float weight = attn::merge_weight(smem.parts.lse[first + s], reference);
+      sum += weight;
+#pragma unroll
+      for (int e = 0; e < 8; ++e) merged.x[e] += weight * smem.parts.x[first + s][e];
+    }
+    const float inverse = attn::merge_inverse(sum);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
+    merged.lse = attn::merge_lse(reference, sum);
+    store_columns<Config>(p, prepared, t, i / kPieces, i % kPieces * 8, merged, Target::kOut);
   }
 }
 

@@ -1,6 +1,8 @@
 // The tiles of decode.cu: shapes and shared memory, the rows and the keys of a CTA, and how Q, K
 // and V get to shared memory.
 #pragma once
+#include <type_traits>
+
 #include "../attn/paged_kv.cuh"
 #include "../attn/scheduler.cuh"
 #include "../attn/softmax.cuh"
@@ -33,6 +35,8 @@ constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
   const int stages = large && block_m == 128 ? 6 : 3;
   return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, stages};
 }
+
+constexpr int kMaxCluster = 16;  // more than 8 need leave, see launch_config
 
 // What the host finds out for all CTAs.
 struct Prepared {
@@ -84,16 +88,27 @@ struct DecodeConfig {
     uint16_t sK[kBlockN][kHeadDim];
     uint16_t sV[kBlockN][kHeadDim];
   };
-  union SharedStorage {
-    Stage stages[kStages];
-    struct {
-      unsigned char ring[sizeof(Stage) * (kStages - 1)];
-      uint16_t sQ[kBlockM][kHeadDim];  // until it is in registers
-    } before;
-    struct {
-      float sO[kKeyWarps][kBlockM][kOutCols];
-      float sLse[kKeyWarps][kBlockM];
-    } after;
+  // Whether splits can merge in a cluster: where there is shared memory left for their parts.
+  static constexpr bool kClusters = kLarge && kBlockM <= 32;
+  static constexpr int kParts = kBlockM * kHeadDim / 8 + kMaxCluster;
+  struct Parts {
+    float x[kParts][8];
+    float lse[kParts];
+  };
+  struct NoParts {};
+  struct SharedStorage {
+    union {
+      Stage stages[kStages];
+      struct {
+        unsigned char ring[sizeof(Stage) * (kStages - 1)];
+        uint16_t sQ[kBlockM][kHeadDim];  // until it is in registers
+      } before;
+      struct {
+        float sO[kKeyWarps][kBlockM][kOutCols];
+        float sLse[kKeyWarps][kBlockM];
+      } after;
+    };
+    alignas(16) std::conditional_t<kClusters, Parts, NoParts> parts;  // see store_in_cluster
   };
   static_assert(sizeof(uint16_t[kBlockM][kHeadDim]) <= sizeof(Stage));
 

@@ -33,8 +33,7 @@ void plan_decode(Plan& plan, const Device& device) {
   if (plan.decode_reason == nullptr) return;
   plan.decode = as_decode(plan.params);
   plan.decode_choice = choose_decode(plan.decode, device);
-  plan.decode.num_splits =
-      choose_splits(plan.decode, visible_keys(plan.params), plan.decode_choice, device);
+  choose_splits(plan.decode_choice, plan.decode, visible_keys(plan.params), device);
 }
 
 // Check, allocate, fill params and choose the kernel. copy_values: fill copies of rows that are not
@@ -124,7 +123,7 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
     return name + std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n);
   };
   if (plan.decode_reason != nullptr) {
-    const int splits = plan.decode.num_splits;
+    const int splits = plan.decode_choice.num_splits;
     return text(plan.decode_choice.hopper ? "decode_sm90 " : "decode ",
                 plan.decode_choice.shape.kernel) +
            ", " + std::to_string(splits) + (splits == 1 ? " split: " : " splits: ") +

@@ -163,10 +163,11 @@ inline Device describe(const cudaDeviceProp& device) {
           static_cast<int>(device.sharedMemPerBlockOptin)};
 }
 
-// Fills params with the scratch of its splits, which is one allocation.
+// Fills params with its splits and their scratch, which is one allocation.
 inline at::Tensor allocate_parts(DecodeParams& params, const DecodeChoice& choice,
                                  c10::Device device) {
-  if (params.num_splits == 1) return {};
+  params.num_splits = choice.num_splits;
+  if (params.num_splits == 1 || choice.in_cluster) return {};
   const int cols = choice.shape.cols_rounded;
   const int64_t parts =
       int64_t{params.batch} * params.heads_q * params.seqlen_q * params.num_splits;

@@ -10,10 +10,12 @@ inline LaunchFeatures launch_features(const Device& device) {
                                                           : LaunchFeatures::kSm80;
 }
 
-// Which of the decoding kernels takes a call, and its tile.
+// Which of the decoding kernels takes a call, its tile, and how the keys are split.
 struct DecodeChoice {
   bool hopper;
   DecodeShape shape;
+  int num_splits = 1;
+  bool in_cluster = false;  // the splits merge in the kernel itself
 };
 
 inline int64_t rows_of(const DecodeParams& p) {
@@ -49,16 +51,29 @@ inline int invariant_splits(int64_t rows, int64_t keys) {
   return static_cast<int>(std::clamp<int64_t>((keys + 511) / 512, 1, most));
 }
 
+// Whether so many splits can be a cluster: all clusters have to run at once, since of an SM they
+// leave more idle than single CTAs do.
+inline bool merges_in_cluster(const DecodeChoice& choice, const DecodeParams& p, int64_t splits,
+                              const Device& device) {
+  if (choice.hopper || splits == 1 || splits > 16) return false;
+  const int rows = static_cast<int>(rows_of(p));
+  const int64_t tiles = (rows + choice.shape.kernel.block_m - 1) / choice.shape.kernel.block_m;
+  const int64_t clusters = int64_t{p.batch} * p.heads_k * tiles;
+  return clusters <=
+         decode_clusters(p.head_dim, rows, static_cast<int>(splits), launch_features(device));
+}
+
 // The number of splits of `keys` with the least estimated time on an H200; other devices differ by
 // a factor, mostly. Units are microseconds: a tile takes its time alone, or its share of the
 // memory's bandwidth when as many CTAs run as there are SMs; a CTA starts and ends, and so does a
 // merge.
-inline int choose_splits(const DecodeParams& p, int64_t keys, const DecodeChoice& choice,
-                         const Device& device) {
+inline void choose_splits(DecodeChoice& choice, const DecodeParams& p, int64_t keys,
+                          const Device& device) {
   const KernelShape& tile = choice.shape.kernel;
   const int cols = choice.shape.cols_rounded;
   const int64_t rows = rows_of(p), heads = int64_t{p.batch} * p.heads_k;
-  constexpr double kBytesPerUs = 4.5e6, kStart = 1.0, kMerge = 1.6, kMergeBytesPerUs = 3e6;
+  constexpr double kBytesPerUs = 4.5e6, kStart = 1.0, kMerge = 1.6, kMergeInCluster = 0.6,
+                   kMergeBytesPerUs = 3e6;
   const double tile_bytes = 4.0 * tile.block_n * cols;
   const double alone = tile_bytes / 65536 *
                        (tile.block_m <= 32   ? 1.2
@@ -72,24 +87,26 @@ inline int choose_splits(const DecodeParams& p, int64_t keys, const DecodeChoice
     return std::max(alone, static_cast<double>(running) * tile_bytes / kBytesPerUs);
   };
   const int64_t most = std::min({tiles, kMaxSplits, std::max<int64_t>(1, 4 * sms / ctas_each)});
-  int best = 1;
   double least = 0;
   for (int64_t splits = 1; splits <= most; ++splits) {
     const int64_t ctas = ctas_each * splits, waves = ctas / sms, rest = ctas % sms;
     const auto tiles_each = static_cast<double>((tiles + splits - 1) / splits);
     double us = static_cast<double>(waves) * (tiles_each * tile_us(sms) + kStart);
     if (rest > 0) us += tiles_each * tile_us(rest) + kStart;
-    if (splits > 1) {
+    const bool in_cluster = merges_in_cluster(choice, p, splits, device);
+    if (in_cluster) {
+      us += kMergeInCluster;
+    } else if (splits > 1) {
       const double partial_bytes =
           8.0 * static_cast<double>(heads) * static_cast<double>(rows * splits) * cols;
       us += kMerge + partial_bytes / kMergeBytesPerUs;
     }
     if (splits == 1 || us < least) {
       least = us;
-      best = static_cast<int>(splits);
+      choice.num_splits = static_cast<int>(splits);
+      choice.in_cluster = in_cluster;
     }
   }
-  return best;
 }
 
 // fa::forward as decoding, but for the splits: the keys of a sequence are its cache, which is full.

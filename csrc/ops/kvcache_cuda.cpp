@@ -159,10 +159,15 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cuda(
   const at::Tensor rows = query_rows(query);
   DecodeParams params = make_decode_params(p, cache, rows, out, lse);
   const int64_t keys = visible_keys(p.capacity, p.seqlen_q, p.window_left);
-  const DecodeChoice choice = choose_decode(params, device);
-  params.num_splits = num_splits > 0    ? static_cast<int>(std::min(num_splits, kMaxSplits))
-                      : batch_invariant ? invariant_splits(rows_of(params), p.capacity)
-                                        : choose_splits(params, keys, choice, device);
+  DecodeChoice choice = choose_decode(params, device);
+  if (batch_invariant) {
+    choice.num_splits = invariant_splits(rows_of(params), p.capacity);
+  } else if (num_splits > 0) {
+    choice.num_splits = static_cast<int>(std::min(num_splits, kMaxSplits));
+    choice.in_cluster = merges_in_cluster(choice, params, choice.num_splits, device);
+  } else {
+    choose_splits(choice, params, keys, device);
+  }
   const at::Tensor parts = allocate_parts(params, choice, query.device());
   check(launch_chosen(params, choice, device, stream));
   return {out, lse};
