@@ -123,11 +123,10 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
     return name + std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n);
   };
   if (plan.decode_reason != nullptr) {
-    const int splits = plan.decode_choice.num_splits;
-    return text(plan.decode_choice.hopper ? "decode_sm90 " : "decode ",
-                plan.decode_choice.shape.kernel) +
-           ", " + std::to_string(splits) + (splits == 1 ? " split: " : " splits: ") +
-           plan.decode_reason;
+    const DecodeChoice& choice = plan.decode_choice;
+    return text(choice.hopper ? "decode_sm90 " : "decode ", choice.shape.kernel) + ", " +
+           std::to_string(choice.num_splits) + (choice.num_splits == 1 ? " split" : " splits") +
+           (choice.in_cluster ? " in a cluster: " : ": ") + plan.decode_reason;
   }
   const int head_dim = static_cast<int>(plan.problem.head_dim);
   KernelShape tile = describe_fwd_sm80(head_dim, static_cast<int>(device.sharedMemPerBlockOptin));
