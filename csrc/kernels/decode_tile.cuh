@@ -89,7 +89,7 @@ struct DecodeConfig {
     uint16_t sV[kBlockN][kHeadDim];
   };
   // Whether splits can merge in a cluster: where there is shared memory left for their parts.
-  static constexpr bool kClusters = kLarge && kBlockM <= 32;
+  static constexpr bool kClusters = kLarge && kBlockM * kHeadDim <= 4096;
   static constexpr int kParts = kBlockM * kHeadDim / 8 + kMaxCluster;
   struct Parts {
     float x[kParts][8];
@@ -110,6 +110,7 @@ struct DecodeConfig {
     };
     alignas(16) std::conditional_t<kClusters, Parts, NoParts> parts;  // see store_in_cluster
   };
+  static_assert(sizeof(SharedStorage) <= (kLarge ? 227 << 10 : 99 << 10));
   static_assert(sizeof(uint16_t[kBlockM][kHeadDim]) <= sizeof(Stage));
 
   using CopyKv = tile::TileCopy<kBlockN, kHeadDim, kThreads>;
