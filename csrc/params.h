@@ -143,8 +143,14 @@ struct DecodeParams {
   float* partial_out;  // [batch, heads_q, seqlen_q, num_splits, cols_rounded]
   float* partial_lse;  // [batch, heads_q, seqlen_q, num_splits]
 
+  // [batch, seqlen_q, capacity], for all heads, columns with stride 1: bytes, nonzero = take part,
+  // beside the band. Keys before the first and behind the last that a tile's rows see are not read.
+  // Null without mask.
+  const void* mask;
+
   int64_t query_stride[3];  // batch, head, row
   int64_t out_stride[3];    // batch, head, row
+  int64_t mask_stride[2];   // batch, row
 
   int batch;
   int heads_q;

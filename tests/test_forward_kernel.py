@@ -82,15 +82,18 @@ def test_reasons_on_hopper(change, kernel, reason):
         ((8, 1), (256, 8192), {}, "decode(_sm90)? 128x"),
         ((256, 256), (48, 1024), {}, "fwd_sm"),  # tiles enough, and no group to read keys once for
         ((32, 8), (1024, 2048), {}, "fwd_sm"),
-        ((32, 8), (1, 4096), {"attn_mask": True}, "fwd_sm"),
+        ((32, 8), (1, 4096), {"attn_mask": torch.bool}, "decode 16x"),
+        ((32, 8), (8, 4096), {"attn_mask": torch.bool}, "decode 32x"),
+        ((32, 8), (9, 4096), {"attn_mask": torch.bool}, "fwd_sm"),
+        ((32, 8), (1, 4096), {"attn_mask": torch.float32}, "fwd_sm"),
     ],
 )
 def test_few_queries(device, heads, seqlens, options, kernel):
     if device == "cpu":
         pytest.skip("the CPU has one kernel")
     query, key, value = tensors(device, 1, heads, seqlens)
-    if options.get("attn_mask"):
-        options = {"attn_mask": torch.ones(seqlens, dtype=torch.bool, device=device)}
+    if "attn_mask" in options:
+        options = {"attn_mask": torch.ones(seqlens, dtype=options["attn_mask"], device=device)}
     text = flashattn_ext.forward_kernel(query, key, value, **options)
     assert re.match(kernel, text), text
 

@@ -40,6 +40,12 @@ def short():
                         bottom_right=bottom_right,
                         batch=1,
                     )
+    for mask in ("bool-b11k", "bool-b1qk", "bool-11qk", "bool-111k", "bool-11q1"):
+        for seqlens in ((1, 700), (8, 333), (5, 3001), (3, 1)):
+            case = Case(next(dtypes), heads=(4, 2), seqlens=seqlens, head_dim=128, mask=mask)
+            yield case
+            yield dataclasses.replace(case, is_causal=True, bottom_right=True, head_dim=80)
+            yield dataclasses.replace(case, heads=(12, 1), window=(300, 2), dtype=next(dtypes))
     short = Case(heads=(4, 2), seqlens=(4, 333), head_dim=128)
     for scale in (0.0, 1.0, -0.3, 4.0):
         yield dataclasses.replace(short, dtype=next(dtypes), scale=scale)
@@ -54,10 +60,11 @@ def short():
 
 @on_devices(list(short()))
 def test_against_the_reference(device, case):
-    *tensors, _ = case.build(device)
-    check(*tensors, case_id=f"{device}-{case.id}", **case.options)
-    if device == "cuda":
-        assert flashattn_ext.forward_kernel(*tensors, **case.options).startswith("decode")
+    *tensors, mask = case.build(device)
+    check(*tensors, mask, case_id=f"{device}-{case.id}", **case.options)
+    if device == "cuda" and (mask is None or mask.stride(-1) == 1):
+        text = flashattn_ext.forward_kernel(*tensors, mask, **case.options)
+        assert text.startswith("decode"), text
 
 
 def test_visible_nan_shows_and_hidden_keys_are_not_read(device):
@@ -70,6 +77,33 @@ def test_visible_nan_shows_and_hidden_keys_are_not_read(device):
     expected[0, 1, 2] = True
     assert torch.equal(lse.isnan(), expected)
     assert torch.equal(out.isnan().all(-1), expected) and torch.equal(out.isnan().any(-1), expected)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3])
+@pytest.mark.parametrize("offset", [0, 1, 13])
+def test_static_cache(device, offset, seqlen_q):
+    """Masks of a cache that is filled in part, behind left padding: any alignment, a sequence
+    without keys, and keys hidden among visible ones. What is not filled is not read on CUDA."""
+    batch, capacity, filled = 4, 3000, (2000, 777, 64, 0)
+    pads = (0, 100, 63, 0)
+    query = randn(batch, 4, seqlen_q, 64, device=device)
+    key, value = (randn(batch, 2, capacity, 64, device=device) for _ in range(2))
+    room = torch.zeros(batch, 1, seqlen_q, capacity + offset, dtype=torch.bool)
+    for b, (pad, end) in enumerate(zip(pads, filled, strict=True)):
+        for i in range(seqlen_q):
+            room[b, 0, i, offset + pad : offset + max(end - seqlen_q + 1 + i, 0)] = True
+    room[0, 0, :, offset + 500 : offset + 600 : 7] = False
+    mask = room.to(device)[..., offset:]
+    check(query, key, value, mask, case_id=f"{device} {seqlen_q}")
+    expected = forward(query, key, value, mask)
+    if device == "cuda":
+        for b, (pad, end) in enumerate(zip(pads, filled, strict=True)):
+            for tensor in (key, value):
+                tensor[b, :, end:] = math.nan
+                tensor[b, :, :pad] = math.nan
+        ours = forward(query, key, value, mask)
+        assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
+    assert (expected[0][3] == 0).all() and (expected[1][3] == -math.inf).all()
 
 
 def test_rows_without_keys(device):

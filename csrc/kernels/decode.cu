@@ -7,8 +7,9 @@
 // r % group. The keys are split over the CTAs of a row of the grid:
 //
 //   split 0    | K V | K V | K V |            \
-//   split 1                | K V | K V | K V |  >  O and LSE of each, to combine.cu
-//   split 2                              ...  /
+//   split 1                | K V | K V | K V |  >  O and LSE of each, to combine.cu; or merged
+//   here, split 2                              ...  /   where the CTAs of the splits are a cluster
+//   (9.0)
 //
 //   a CTA      shared   a ring of kStages tiles of keys and values, all but one of them in flight
 //                       (cp.async); Q starts in the last, O leaves through the first ones
@@ -17,15 +18,16 @@
 //
 // How many splits there are is decided on the host from shapes; which keys a split has, here, from
 // the length of the sequence. Nothing outside the keys that some row of the tile sees is read:
-// slots past a length, or pages left of a window, may hold anything.
+// slots past a length, or pages left of a window, may hold anything. With a mask these are the keys
+// from the first to the last that it shows, which every CTA finds for itself.
 //
 //   Q [batch][seqlen_q][heads_q][head_dim]   K, V [batch][capacity][heads_k][head_dim] or pages of
 //   them, [pages][page_size][heads_k][head_dim], found through block_table [batch][pages]
 //
 // Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
 // Needs    what DecodeParams says.
-// Bounds   on an H200 the memory's bandwidth for up to 32 rows, 4.2 to 4.5 TB/s of K and V; then
-//          mma.sync, at 40 % of its peak: 3.1 TB/s for 64 rows, 2.0 for 128.
+// Bounds   on an H200 the memory's bandwidth, 4.2 to 4.5 TB/s of K and V, for up to 32 rows. More
+//          would be bound by mma.sync, at 40 % of its peak, and have decode_sm90.cu.
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -53,11 +55,13 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   const int row_warp = warp / Config::kKeyWarps, key_warp = warp % Config::kKeyWarps;
 
   const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
-  if (in_cluster) cluster_arrive();                           // waited for by store_in_cluster
-  if (p.cache.seqlens != nullptr) wait_for_kernels_before();  // lengths are memory as well
-  const RowTile t = row_tile<Config>(p, prepared);
+  if (in_cluster) cluster_arrive();  // waited for by store_in_cluster
+  const bool asks_memory = p.cache.seqlens != nullptr || p.mask != nullptr;  // for its keys
+  if (asks_memory) wait_for_kernels_before();
+  RowTile t = row_tile<Config>(p, prepared);
+  if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
   const TileRange tiles = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
-  if (p.cache.seqlens == nullptr) wait_for_kernels_before();
+  if (!asks_memory) wait_for_kernels_before();
 
   // ---- Q, and all tiles but one of the ring.
   const KvLoader<Config> loader(p, t, prepared.aligned);
@@ -235,17 +239,24 @@ int count_clusters(int cluster) {
   return count;
 }
 
-// Calls f(head_dim instance, block_m, large). At head_dim 256, 128 rows do not leave room for keys.
+// Rows of the largest tile. At head_dim 256, 128 rows do not leave room for keys; the large tiles
+// leave more than 32 rows to decode_sm90.cu, but for caches whose rows it cannot take.
+constexpr int most_rows(int head_dim, bool large) {
+  return head_dim == 256 ? 64 : large ? 32 : 128;
+}
+
+// Calls f(head_dim instance, block_m, large).
 template <class F>
 cudaError_t dispatch_tile(int head_dim, int rows, LaunchFeatures features, F&& f) {
   const int instance = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-  const int most = instance == 256 ? 64 : 128;
-  const int block_m = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : most;
+  const int block_m = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
   return dispatch_value<64, 128, 256>(instance, [&](auto d) {
-    return dispatch_value<16, 32, 64, 128>(block_m, [&](auto m) {
-      constexpr std::integral_constant<int, (d() == 256 && m() == 128) ? 64 : m()> fitting;
-      return dispatch_value<false, true>(features == LaunchFeatures::kSm90,
-                                         [&](auto large) { return f(d, fitting, large); });
+    return dispatch_value<false, true>(features == LaunchFeatures::kSm90, [&](auto large) {
+      return dispatch_value<16, 32, 64, 128>(block_m, [&](auto m) {
+        constexpr int kMost = most_rows(d(), large());
+        constexpr std::integral_constant<int, (m() < kMost ? m() : kMost)> fitting;
+        return f(d, fitting, large);
+      });
     });
   });
 }

@@ -60,7 +60,9 @@ struct DecodeSm90Config {
       } after;
     };
     alignas(1024) uint16_t sQ[kBlockM * kHeadDim];
+    int first_key, end_key;  // see narrow_to_mask
   };
+  static_assert(sizeof(SharedStorage) <= 227 << 10);
 
   using CopyKv = tile::PanelCopy<kBlockN, kHeadDim, kThreads, kPieceN>;
   static constexpr int kCopyQThreads = kThreads;
@@ -84,11 +86,13 @@ FA_DEVICE void attend_sm90(const DecodeParams& p, const Prepared& prepared) {
   const int row_group = warpgroup / Config::kKeyWarps, key_group = warpgroup % Config::kKeyWarps;
   const int warp_row = row_group * 64 + threadIdx.x / 32 % 4 * 16;
 
-  if (p.cache.seqlens != nullptr) wait_for_kernels_before();  // lengths are memory as well
-  const RowTile t = row_tile<Config>(p, prepared);
+  const bool asks_memory = p.cache.seqlens != nullptr || p.mask != nullptr;  // for its keys
+  if (asks_memory) wait_for_kernels_before();
+  RowTile t = row_tile<Config>(p, prepared);
+  if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
   const TileRange range = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
   const TileRange tiles = {uniform(range.begin), uniform(range.end)};
-  if (p.cache.seqlens == nullptr) wait_for_kernels_before();
+  if (!asks_memory) wait_for_kernels_before();
 
   // ---- Q, the keys of all tiles but one of the ring, and the values of all but two.
   const KvLoader<Config> loader(p, t, /*rows_aligned=*/true);

@@ -27,13 +27,11 @@ struct DecodeTile {
 constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
   const int row_tiles = block_m > 16 && head_dim <= 128 ? 2 : 1;
   const int row_warps = block_m / (16 * row_tiles), warps = large ? 8 : 4;
-  // 128 rows keep the tensor cores busy, and want the ring in small steps.
-  const int block_n = (large && block_m < 128 ? 16384 : 8192) / head_dim;
+  const int block_n = (large ? 16384 : 8192) / head_dim;
   const int piece_n = head_dim == 64 ? 32 : 16;
   const int key_warps =
       warps / row_warps < block_n / piece_n ? warps / row_warps : block_n / piece_n;
-  const int stages = large && block_m == 128 ? 6 : 3;
-  return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, stages};
+  return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, /*stages=*/3};
 }
 
 constexpr int kMaxCluster = 16;  // more than 8 need leave, see launch_config
@@ -109,6 +107,7 @@ struct DecodeConfig {
       } after;
     };
     alignas(16) std::conditional_t<kClusters, Parts, NoParts> parts;  // see store_in_cluster
+    int first_key, end_key;                                           // see narrow_to_mask
   };
   static_assert(sizeof(SharedStorage) <= (kLarge ? 227 << 10 : 99 << 10));
   static_assert(sizeof(uint16_t[kBlockM][kHeadDim]) <= sizeof(Stage));
@@ -160,6 +159,68 @@ FA_DEVICE RowTile row_tile(const DecodeParams& p, const Prepared& prepared) {
   t.full_first = first_key(p, t, bottom);
   t.full_end = end_key(p, t, top);
   return t;
+}
+
+FA_DEVICE const uint8_t* mask_row(const DecodeParams& p, const RowTile& t, int token) {
+  return static_cast<const uint8_t*>(p.mask) + t.batch_idx * p.mask_stride[0] +
+         token * p.mask_stride[1];
+}
+
+// First and last + 1 of the bytes [first, end) of a row of the mask that are not 0, for the keys of
+// one thread: pieces of 16 bytes, after a head that is not aligned, dealt out to all threads.
+FA_DEVICE void scan_mask_row(const uint8_t* row, int first, int end, int threads, int& low,
+                             int& high) {
+  const auto see = [&](int key, uint32_t byte) {
+    if (byte == 0) return;
+    low = min(low, key);
+    high = max(high, key + 1);
+  };
+  const int head =
+      min(first + static_cast<int>(-reinterpret_cast<uintptr_t>(row + first) % 16), end);
+  const int pieces = (end - head) / 16, tail = head + 16 * pieces;
+  const int thread = threadIdx.x;
+  if (thread < head - first) see(first + thread, row[first + thread]);
+  if (thread < end - tail) see(tail + thread, row[tail + thread]);
+#pragma unroll 4
+  for (int i = thread; i < pieces; i += threads) {
+    const int key = head + 16 * i;
+    const uint4 piece = *reinterpret_cast<const uint4*>(row + key);
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if (words[w] == 0) continue;
+      low = min(low, key + 4 * w + (__ffs(words[w]) - 1) / 8);
+      high = max(high, key + 4 * w + 4 - __clz(words[w]) / 8);
+    }
+  }
+}
+
+// Narrows the keys of a tile to those from the first to the last that the mask shows to its rows:
+// what a cache holds of a length that only the mask knows. Every score is then compared with it.
+template <class Config>
+FA_DEVICE void narrow_to_mask(const DecodeParams& p, const Prepared& prepared,
+                              typename Config::SharedStorage& smem, RowTile& t) {
+  if (threadIdx.x == 0) {
+    smem.first_key = t.end;
+    smem.end_key = t.first;
+  }
+  __syncthreads();  // before the others change them
+  const int top = prepared.group.quotient(t.row_begin);
+  const int bottom = prepared.group.quotient(min(t.row_begin + Config::kBlockM, t.rows) - 1);
+  int low = t.end, high = t.first;
+#pragma unroll 1
+  for (int token = top; token <= (p.mask_stride[1] == 0 ? top : bottom); ++token)
+    scan_mask_row(mask_row(p, t, token), t.first, t.end, Config::kThreads, low, high);
+  low = __reduce_min_sync(0xffffffff, low);
+  high = __reduce_max_sync(0xffffffff, high);
+  if (ptx::lane_id() == 0) {
+    atomicMin(&smem.first_key, low);
+    atomicMax(&smem.end_key, high);
+  }
+  __syncthreads();  // all have found theirs
+  t.first = smem.first_key;
+  t.end = smem.end_key;
+  t.full_first = t.full_end = t.end;
 }
 
 // Tiles [begin, end) of a split: all splits have the same number of them, or one less.
@@ -315,6 +376,16 @@ FA_DEVICE void hide(typename Config::Scores& rS, const DecodeParams& p, const Pr
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (8 * n + i < first || 8 * n + i >= end) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
+      }
+    }
+    if (p.mask == nullptr) continue;
+    const uint8_t* gMask = mask_row(p, t, min(token, p.seqlen_q - 1)) + lane_key;
+#pragma unroll
+    for (int n = 0; n < Config::kPieceN / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool inside = 8 * n + i >= first && 8 * n + i < end;
+        if (inside && gMask[8 * n + i] == 0) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
       }
     }
   }

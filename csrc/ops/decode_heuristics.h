@@ -137,6 +137,11 @@ inline DecodeParams as_decode(const FwdParams& p) {
   d.window_left = p.window_left;
   d.window_right = p.window_right;
   d.dtype = p.dtype;
+  if (p.mask_mode == MaskMode::kTensor) {
+    d.mask = p.mask;
+    d.mask_stride[0] = p.mask_stride[0];
+    d.mask_stride[1] = p.mask_stride[2];
+  }
   return d;
 }
 
@@ -147,11 +152,18 @@ inline int64_t visible_keys(const FwdParams& p) {
   return std::max<int64_t>(key(bottom + p.window_right + 1) - key(p.diagonal - p.window_left), 0);
 }
 
+// Whether the decoding kernels take the mask tensor: bool, and the same for all heads, as those of
+// a padded batch or of a static cache are. Every CTA reads all of it: not for many queries.
+inline bool masks_keys(const FwdParams& p) {
+  return p.mask_dtype == MaskDtype::kBool && (p.heads_q == 1 || p.mask_stride[1] == 0) &&
+         (p.seqlen_k == 1 || p.mask_stride[3] == 1) && p.seqlen_q <= 8;
+}
+
 // Why fa::forward takes the decoding kernels, which read the keys of a group of query heads once
 // and can split them; null where the forward kernels are as good or the only ones.
 inline const char* reason_to_decode(const FwdParams& p, const Device& device) {
   constexpr int kMaxGrid = 65535;
-  if (p.mask_mode == MaskMode::kTensor) return nullptr;
+  if (p.mask_mode == MaskMode::kTensor && !masks_keys(p)) return nullptr;
   if (p.batch > kMaxGrid || p.heads_q > kMaxGrid) return nullptr;
   const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q * group;
   if (int64_t{p.seqlen_q} * p.heads_q > kMaxSeqlen) return nullptr;
