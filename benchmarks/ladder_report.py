@@ -13,10 +13,12 @@ import sys
 from pathlib import Path
 
 import harness
-from ladder_profile import top_stall
+from ladder_profile import LIMITS, top_stall
 from ladder_rungs import HOPPER, LOGS, PORTABLE, SDPA, Log
 from report import number, stamp, table
 
+# Of ladder_profile.read_machine_code; shuffles are a part of the softmax.
+PHASE_ORDER = ("K copy", "Q K^T", "softmax", "shuffles", "P V", "epilogue")
 HERE = Path(__file__).resolve().parent
 README = HERE / "ladder" / "README.md"
 BLOCK = re.compile(
@@ -76,56 +78,80 @@ def kernel_table(row: dict) -> str:
     lines = []
     for rung, result in rows_of(row):
         ncu = result.get("ncu", {})
-        registers = result.get("registers", ncu.get("registers"))
         smem = result.get("smem_bytes")
         if smem is None and "dynamic_smem_bytes" in ncu:
             smem = ncu["dynamic_smem_bytes"] + ncu.get("static_smem_bytes", 0)
+        limit = min((ncu[f"limit_{n}"] for n in LIMITS if f"limit_{n}" in ncu), default=None)
         stall = top_stall(ncu)
         dram = [ncu.get(f"dram_{way}_bytes") for way in ("read", "write")]
         lines.append(
             [
                 rung.name,
-                number(registers, 0) if registers is None or registers >= 10 else str(registers),
-                number(None if smem is None else smem / 1024, 1),
-                "-" if "ctas_per_sm" not in result else str(result["ctas_per_sm"]),
-                "-" if "local_bytes" not in result else str(result["local_bytes"]),
+                whole(result.get("registers", ncu.get("registers"))),
+                whole(result.get("local_bytes")),
+                scaled(smem, 1 / 1024),
+                whole(result.get("ctas_per_sm", limit)),
                 number(ncu.get("warps_per_scheduler"), 2),
+                number(ncu.get("issue_percent"), 1),
                 number(ncu.get("tensor_percent"), 1),
                 "-" if stall is None else f"{stall[0]} {100 * stall[1]:.0f} %",
-                number(scaled(ncu.get("instructions"), 1e-6), 1),
-                number(scaled(ncu.get("bank_conflicts"), 1e-6), 2),
+                scaled(ncu.get("instructions"), 1e-6),
+                scaled(ncu.get("branches"), 1e-6, 2),
+                scaled(ncu.get("excess_wavefronts"), 1e-6),
                 number(ncu.get("l2_hit_percent"), 1),
-                number(scaled(ncu.get("l2_sectors"), 32e-6), 1),
-                number(scaled(None if None in dram else sum(dram), 1e-6), 1),
+                scaled(ncu.get("l2_sectors"), 32e-6),
+                scaled(None if None in dram else sum(dram), 1e-6),
             ]
         )
-    heads = ["rung", "registers", "smem KiB", "CTAs/SM", "local B", "warps/scheduler", "tensor %"]
-    heads += ["top stall", "M instr.", "M conflicts", "L2 hit %", "L2 MB", "DRAM MB"]
-    return table(heads, lines)
+    heads = ["rung", "registers", "spilled B", "smem KiB", "CTAs/SM", "warps/scheduler", "issue %"]
+    heads += ["tensor %", "top stall", "M instr.", "M branches", "M excess wavefronts"]
+    return table([*heads, "L2 hit %", "L2 MB", "DRAM MB"], lines)
 
 
-def scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def whole(value: float | None) -> str:
+    return "-" if value is None else str(round(value))
+
+
+def scaled(value: float | None, factor: float, digits: int = 1) -> str:
+    return number(None if value is None else value * factor, digits)
 
 
 def fused_table(row: dict) -> str:
-    """FP32 instructions of a warp, as the log's profiler counts them."""
+    """FP32 instructions of warps, counted as in the log, and in the log."""
     lines = []
     for rung, result in rows_of(row):
         ncu = result.get("ncu", {})
-        if {"ffma", "fmul", "fadd"} <= ncu.keys():
-            apart = ncu["fmul"] + ncu["fadd"]
-            lines.append([rung.name, f"{ncu['ffma'] / 32:.0f}", f"{apart / 32:.0f}"])
-    return table(["FP32 instructions", "fused", "not fused"], lines)
+        if "fused" in ncu:
+            counts = (*(rung.fp32 or (None, None)), ncu["fused"], ncu["not_fused"])
+            lines.append([rung.name, *map(whole, counts)])
+    heads = ["FP32 instructions", "fused, log", "not fused, log", "fused", "not fused"]
+    return table(heads, lines)
+
+
+def phase_table(row: dict) -> str:
+    """Where the warps stand, in percent of the samples."""
+    lines = []
+    for rung, result in rows_of(row):
+        if shares := result.get("ncu", {}).get("phases"):
+            lines.append([rung.name, *(number(shares.get(name), 1) for name in PHASE_ORDER)])
+    return table(["warps stand in, %", *PHASE_ORDER], lines)
+
+
+def profile_tables(row: dict) -> list[str]:
+    """What there is to say of the kernels."""
+    found = [result.get("ncu", {}) for _, result in rows_of(row)]
+    parts = [kernel_table(row)]
+    if any("fused" in ncu for ncu in found):
+        parts.append(fused_table(row))
+    if any("phases" in ncu for ncu in found):
+        parts.append(phase_table(row))
+    return parts
 
 
 def terminal_table(row: dict) -> str:
     log = LOGS[row["log"]]
     parts = [f"log {log.name}: {row['label']}, claimed on {log.device}", time_table(row)]
-    if any("ncu" in result or "registers" in result for _, result in rows_of(row)):
-        parts.append(kernel_table(row))
-    if any("ffma" in result.get("ncu", {}) for _, result in rows_of(row)):
-        parts.append(fused_table(row))
+    parts += profile_tables(row)
     if "ncu_error" in row:
         parts.append(f"ncu: {row['ncu_error']}")
     return "\n\n".join(parts)
@@ -152,7 +178,7 @@ def plot(result: dict, path: Path) -> None:
         log, rungs = LOGS[row["log"]], rows_of(row)
         names = [rung.name for rung, _ in rungs]
         places = range(len(names))
-        speeds = [r.get("tflops", 0) for _, r in rungs]
+        speeds = [result.get("tflops", 0) for _, result in rungs]
         sdpa = row["results"].get(SDPA, {}).get("tflops")
         colors = ["#D55E00" if n in (PORTABLE, HOPPER) else "#0072B2" for n in names]
         axis.barh(places, speeds, color=colors, height=0.6)
@@ -195,9 +221,7 @@ def regenerate(text: str) -> str:
             return f"{match['head']}Not measured yet.\n{match['tail']}"
         result = harness.read_result(path)
         row = next(row for row in result["rows"] if row["log"] == match["log"])
-        parts = [f"{stamp(result)}.", time_table(row), kernel_table(row)]
-        if any("ffma" in r.get("ncu", {}) for _, r in rows_of(row)):
-            parts.append(fused_table(row))
+        parts = [f"{stamp(result)}.", time_table(row), *profile_tables(row)]
         return f"{match['head']}{chr(10).join(f'{part}{chr(10)}' for part in parts)}{match['tail']}"
 
     return BLOCK.sub(block, text)

@@ -22,6 +22,7 @@ class Rung:
     step: str  # what it changes
     claimed: float | None = None  # in the log's unit
     after: str | None = None  # the rung whose change it is
+    fp32: tuple[int, int] | None = None  # FP32 instructions that the log counts: fused, not fused
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,16 @@ LOG_000 = Log(
     "TFLOPS",
     "B300",
     (
-        Rung("V5", "two column warps, two softmax rows at a time", 130.04),
-        Rung("V6", "scale in exp2, shared rescale, first tile apart", 130.05, "V5"),
+        Rung(
+            "V5", "two column warps, two softmax rows at a time", 130.04, None, (1048576, 19660800)
+        ),
+        Rung(
+            "V6",
+            "scale in exp2, shared rescale, first tile apart",
+            130.05,
+            "V5",
+            (3080192, 13500416),
+        ),
         Rung("V7", "V5 with four rows at a time", 135.73, "V5"),
         Rung("V8", "neighbouring columns: 2-wide loads and stores", 143.37, "V7"),
         Rung("V9 double-buffered", "Q and K fragments one step ahead", 137.57, "V8"),

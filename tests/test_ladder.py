@@ -138,8 +138,9 @@ def run(log, monkeypatch, profile):
 
 
 def fake_profile(log, rungs, timeout):
-    fields = {"ffma": 64.0, "fmul": 32.0, "fadd": 32.0, "stalled_wait": 3.0, "us": 7.0}
-    return {rung: fields | {"stalled_barrier": 1.0, "dram_read_bytes": 1e6} for rung in rungs}
+    fields = {"fused": 1048576, "not_fused": 7, "stalled_wait": 3.0, "stalled_barrier": 1.0}
+    phases = {"softmax": 56.25, "shuffles": 31.5}
+    return {rung: fields | {"instructions": 5e6, "phases": phases} for rung in rungs}
 
 
 @each_log
@@ -159,7 +160,10 @@ def test_a_run_tells_what_was_wrong_and_goes_on(log, monkeypatch, fake_rungs, tm
     text = ladder_report.terminal_table(row)
     for rung in log.rungs:
         assert f"| {rung.name} " in text and rung.step in text
-    assert "wait 60 %" in text and re.search(r"FP32 instructions.*fused", text)
+    assert "wait 60 %" in text and " 5.0 |" in text and "56.2" in text
+    first = log.rungs[0]
+    counts = map(str, first.fp32 or "--")
+    assert re.search(rf"\| {first.name} *\| *" + r" \| *".join([*counts, "1048576", "7"]), text)
     result = {"schema": 1, "environment": harness.environment(torch.device("cpu")), "rows": [row]}
     path = tmp_path / "ladder.json"
     harness.write_result(path, result)
@@ -189,39 +193,95 @@ def test_claimed_ratios():
 
 # ncu's output
 
+RAW_PAGE = """==PROF== Connected to process 1
+"ID","Kernel Name","gpu__time_duration.sum","smsp__inst_executed.sum"
+"","","ns","inst"
+"0","column_warps_kernel","1,000","32"
+"1","whole_rows_kernel","2000","n/a"
+"2","fwd_sm80_kernel","3","4"
+"3","memset","1","1"
+"4","cudnn_sdpa","9","1"
+"""
+
 
 def test_parse_and_assign():
-    metrics = {"us": "gpu__time_duration.sum", "ffma": "ffma.sum"}
-    text = "\n".join(
-        [
-            "==PROF== Connected to process 1",
-            '"ID","Kernel Name","gpu__time_duration.sum","ffma.sum"',
-            '"","","ns","inst"',
-            '"0","void column_warps_kernel<V5>(Problem)","1,000","32"',
-            '"1","void whole_rows_kernel<0>(Problem)","2000","n/a"',
-            '"2","void fa::fwd_sm80_kernel<X>(Y)","3","4"',
-            '"3","memset","1","1"',
-            '"4","cudnn_generated_fort_native_sdpa","9","1"',
-        ]
-    )
-    kernels = ladder_profile.parse(text, metrics)
+    kernels = ladder_profile.parse(RAW_PAGE)
     assert len(kernels) == 5
     names = ["V5", "whole rows", PORTABLE, SDPA]
     found = ladder_profile.assign(kernels, names)
-    assert found["V5"] == {"us": 1000.0, "ffma": 32.0}
-    assert found["whole rows"] == {"us": 2000.0}
-    assert found[PORTABLE]["us"] == 3.0 and found[SDPA]["us"] == 9.0
+    assert found["V5"] == {"ns": 1000.0, "instructions": 32.0}
+    assert found["whole rows"] == {"ns": 2000.0}
+    assert found[PORTABLE]["ns"] == 3.0 and found[SDPA]["ns"] == 9.0
     with pytest.raises(RuntimeError, match="must show 3 kernels of the ladder, got 2"):
         ladder_profile.assign(kernels, ["V6", *names])
 
 
-def test_metrics_that_the_gpu_lacks_are_left_out():
-    known = {"gpu__time_duration", "sm__inst_executed_pipe_tensor"}
-    chosen = ladder_profile.chosen_metrics(known)
-    assert chosen["us"] == "gpu__time_duration.sum"
-    assert chosen["tensor_percent"].startswith("sm__inst_executed_pipe_tensor.")
-    assert chosen["registers"] == "launch__registers_per_thread"
-    assert "l2_hit_percent" not in chosen
+def source_page(name, lines):
+    heads = ["Address", "Source", "Warp Stall Sampling (All Samples)", "# Samples"]
+    heads += ["Instructions Executed", "L1 Wavefronts Shared Excessive"]
+    table = [["Kernel Name", name], heads]
+    table += [["0x10", f"      {text}", n, "0", "1,000", "3"] for text, n in lines]
+    return "".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in table)
+
+
+CODE = [
+    ("S2R R0, SR_TID.X", "5"),
+    ("BAR.SYNC.DEFER_BLOCKING 0x0", "5"),  # up to here: K
+    ("HMMA.16816.F32 R4, R8, R10, R4", "20"),
+    ("BAR.SYNC.DEFER_BLOCKING 0x0", "0"),
+    ("@!P1 FMUL R2, R2, 0.5", "1"),
+    ("SHFL.BFLY PT, R3, R2, 0x10, 0x1f", "2"),
+    ("FMNMX R2, R2, R3, !PT", "30"),
+    ("FADD R5, R2, -R3", "8"),
+    ("MUFU.EX2 R3, R5", "4"),
+    ("FFMA R6, R3, R3, R5", "5"),
+    ("BAR.SYNC.DEFER_BLOCKING 0x0", "0"),
+    ("LDSM.16.M88.4 R8, [R3]", "10"),
+    ("BAR.SYNC.DEFER_BLOCKING 0x0", "0"),
+    ("STG.E desc[UR4][R2.64], R3", "10"),
+]
+
+
+def test_machine_code():
+    """Phases between the barriers; who reads what a shuffle brought, until it is overwritten."""
+    name = "void fa::ladder::<unnamed>::column_warps_kernel<fa::ladder::<unnamed>::V5>(Problem)"
+    ((found, code),) = ladder_profile.parse_machine_code(source_page(name, CODE))
+    assert found == ladder_profile.parse(RAW_PAGE)[0][0] == "column_warps_kernel"
+    fields = ladder_profile.read_machine_code(code, phases=True)
+    assert fields["fused"] == 1000 and fields["not_fused"] == 2000
+    assert fields["excess_wavefronts"] == 3 * len(CODE)
+    assert fields["phases"] == {
+        **{"K copy": 10.0, "Q K^T": 20.0, "softmax": 50.0, "shuffles": 40.0},
+        **{"P V": 10.0, "epilogue": 10.0},
+    }
+    assert "phases" not in ladder_profile.read_machine_code(code, phases=False)
+
+
+def test_profile_reads_both_pages(monkeypatch, tmp_path):
+    """With an ncu that answers from these pages, and one that refuses."""
+    other = source_page("void cudnn_sdpa(X)", [("EXIT", "1")])
+    dropped = ('"1"', '"2"', '"3"')
+    raw = "".join(f"{line}\n" for line in RAW_PAGE.splitlines() if line[:3] not in dropped)
+    source = source_page("void a::column_warps_kernel<b::V5>(c)", CODE) + other
+    (tmp_path / "raw").write_text(raw)
+    (tmp_path / "source").write_text(source)
+    ncu = tmp_path / "ncu"
+    ncu.write_text(
+        f'#!/bin/sh\ncase "$*" in *--export*) exit $(cat {tmp_path}/status);; '
+        f"*--print-source*) cat {tmp_path}/source;; *) cat {tmp_path}/raw;; esac\n"
+    )
+    ncu.chmod(0o755)
+    monkeypatch.setattr(ladder_profile, "find_ncu", lambda: str(ncu))
+    (tmp_path / "status").write_text("0")
+    found = ladder_profile.profile(LOGS["000"], ["V5", SDPA], 10)
+    assert found["V5"]["phases"]["softmax"] == 50.0 and found["V5"]["ns"] == 1000.0
+    assert "phases" not in found[SDPA] and found[SDPA]["fused"] == 0
+    (tmp_path / "status").write_text("1")
+    with pytest.raises(RuntimeError, match="ncu: "):
+        ladder_profile.profile(LOGS["000"], ["V5", SDPA], 10)
+    monkeypatch.setattr(ladder_profile, "find_ncu", lambda: None)
+    with pytest.raises(RuntimeError, match="not found"):
+        ladder_profile.profile(LOGS["000"], ["V5"], 10)
 
 
 def test_top_stall():

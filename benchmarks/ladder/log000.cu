@@ -115,8 +115,9 @@ FA_DEVICE void product_qk(tile::Accumulator<1, 4>& rS, uint32_t sQ, uint32_t sK,
   Operands next;
   if constexpr (kAheadA) next.load_a(sQ, warp_m, lane, 0);
   if constexpr (kAheadB) next.load_b(sK, warp_n, lane, 0);
-  // Unrolled, all three would be the same machine code, loads as far ahead as registers allow.
-#pragma unroll 1
+  // Unrolled wholly, all three would be the same machine code, with loads as far ahead as registers
+  // allow; with a step ahead twice, or registers would be copied.
+#pragma unroll(kAheadA ? 2 : 1)
   for (int k = 0; k < kSteps; ++k) {
     Operands now = next;
     if constexpr (!kAheadA) now.load_a(sQ, warp_m, lane, k);
@@ -146,10 +147,14 @@ FA_DEVICE void store_scores(SharedStorage& smem, const tile::Accumulator<1, 4>& 
     }
 }
 
-// Exponentials of differences of two numbers in units of the stored maxima.
+// e^x; the log's counters show no care for denormal numbers.
+FA_DEVICE float natural_exp(float x) { return ptx::ex2_approx_ftz(__fmul_rn(x, kLog2E)); }
+
+// What a row's O and sum are multiplied with when its maximum rises.
 template <class Step>
 FA_DEVICE float history_factor(float old_max, float new_max, float scale_log2) {
-  return Step::kFma ? exp2f((old_max - new_max) * scale_log2) : __expf(old_max - new_max);
+  return Step::kFma ? ptx::ex2_approx_ftz((old_max - new_max) * scale_log2)
+                    : natural_exp(old_max - new_max);
 }
 
 // The lane's two elements of a row of P.
@@ -201,8 +206,8 @@ FA_DEVICE void softmax(SharedStorage& smem, float scale, int warp, int lane) {
       const float max_scaled = __fmul_rn(new_max[r], scale_log2);
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        s[r][i] = Step::kFma ? exp2f(fmaf(s[r][i], scale_log2, -max_scaled))
-                             : __expf(s[r][i] - new_max[r]);
+        s[r][i] = Step::kFma ? ptx::ex2_approx_ftz(fmaf(s[r][i], scale_log2, -max_scaled))
+                             : natural_exp(s[r][i] - new_max[r]);
       tile_sum[r] = s[r][0] + s[r][1];
       if constexpr (Step::kReuseNumerator) store_numerators<Step>(smem.sP[row + r], s[r], lane);
     }

@@ -93,7 +93,10 @@ struct State {
     if constexpr (Step::kHalfState) pack();
   }
 
-  static FA_DEVICE float power(float x) { return Step::kExp2 ? ptx::ex2_approx_ftz(x) : __expf(x); }
+  // 2^x or e^x.
+  static FA_DEVICE float power(float x) {
+    return ptx::ex2_approx_ftz(Step::kExp2 ? x : __fmul_rn(x, kLog2E));
+  }
 
   // The row of the CTA's tile that is the lane's r-th one.
   static FA_DEVICE int row(int r, int warp_m, int lane) {
