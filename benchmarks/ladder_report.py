@@ -162,50 +162,68 @@ def terminal_table(row: dict) -> str:
 
 
 def plot(result: dict, path: Path) -> None:
-    """A panel a log: the speed of every rung relative to the first, claimed and here."""
+    """A row a log: how fast every rung is, and what its step brought, here and in the log."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     rows = result["rows"]
-    heights = [len(row["results"]) for row in rows]
     figure, axes = plt.subplots(
-        1, len(rows), figsize=(7.5 * len(rows), 0.42 * max(heights) + 1.6), squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    for axis, row in zip(axes[0], rows, strict=True):
-        log, rungs = LOGS[row["log"]], rows_of(row)
-        names = [rung.name for rung, _ in rungs]
-        places = range(len(names))
-        speeds = [result.get("tflops", 0) for _, result in rungs]
-        sdpa = row["results"].get(SDPA, {}).get("tflops")
-        colors = ["#D55E00" if n in (PORTABLE, HOPPER) else "#0072B2" for n in names]
-        axis.barh(places, speeds, color=colors, height=0.6)
-        for place, speed in zip(places, speeds, strict=True):
-            axis.text(speed, place, f" {speed:.0f}", va="center", fontsize=8)
-        claims = []
-        for place, (rung, _) in zip(places, rungs, strict=True):
-            if rung.claimed is not None:
-                scale = 1e-6 * row["flops"]
-                claims.append(
-                    (rung.claimed if log.unit == "TFLOPS" else scale / rung.claimed, place)
-                )
-        if claims:
-            axis.plot(
-                *zip(*claims, strict=True), "D", color="#009E73", label=f"the log, {log.device}"
-            )
-        if sdpa:
-            axis.axvline(sdpa, color="#999999", linestyle="--", label="plain SDPA here")
-        axis.set_yticks(places, names)
-        axis.invert_yaxis()
-        axis.set_xlabel("TFLOPS")
-        axis.set_title(row["label"], fontsize=10)
-        axis.grid(alpha=0.3, axis="x")
-        axis.legend(fontsize=8, loc="lower right")
+        len(rows), 2, figsize=(13, 5 * len(rows) + 0.4), squeeze=False, layout="constrained"
+    )
+    for (speeds, steps), row in zip(axes, rows, strict=True):
+        plot_speeds(speeds, row)
+        plot_steps(steps, row)
     figure.suptitle(f"The ladder, {result['environment']['device']}", fontsize=12)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+# Okabe-Ito, as in report.py: ours, the rungs, the log.
+OURS, RUNGS, CLAIMED = "#D55E00", "#0072B2", "#009E73"
+
+
+def plot_speeds(axis, row: dict) -> None:
+    names = [rung.name for rung, _ in rows_of(row)]
+    speeds = [result.get("tflops", 0) for _, result in rows_of(row)]
+    colors = [OURS if name in (PORTABLE, HOPPER) else RUNGS for name in names]
+    axis.bar_label(axis.barh(names, speeds, color=colors, height=0.6), fmt=" %.0f", fontsize=8)
+    if sdpa := row["results"].get(SDPA, {}).get("tflops"):
+        axis.axvline(sdpa, color="#999999", linestyle="--")
+    axis.margins(x=0.1)
+    axis.invert_yaxis()
+    axis.set_xlabel("TFLOPS; the line is plain SDPA")
+    axis.set_title(row["label"], fontsize=10)
+    axis.grid(alpha=0.3, axis="x")
+
+
+def plot_steps(axis, row: dict) -> None:
+    """The steps that the log has a figure for."""
+    log = LOGS[row["log"]]
+    names, bars = [], {"here": [], f"the log, {log.device}": []}
+    for rung, _ in rows_of(row):
+        ratios = ratio_here(row, rung.name, rung.after), None
+        if rung.after:
+            ratios = ratios[0], log.claimed_ratio(rung, rung.after)
+        if None not in ratios:
+            names.append(f"{rung.name}\nafter {rung.after}")
+            for values, ratio in zip(bars.values(), ratios, strict=True):
+                values.append(100 * (ratio - 1))
+    for offset, color, (label, values) in zip(
+        (-0.2, 0.2), (RUNGS, CLAIMED), bars.items(), strict=True
+    ):
+        places = [place + offset for place in range(len(names))]
+        drawn = axis.barh(places, values, height=0.36, color=color, label=label)
+        axis.bar_label(drawn, fmt=" %+.1f ", fontsize=8)
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+    axis.axvline(0, color="black", linewidth=0.8)
+    axis.margins(x=0.12)
+    axis.invert_yaxis()
+    axis.set_xlabel("change of the speed, %")
+    axis.set_title("what the steps brought", fontsize=10)
+    axis.legend(fontsize=8)
+    axis.grid(alpha=0.3, axis="x")
 
 
 # ------------------------------------------------------------------------------------------------
