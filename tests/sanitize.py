@@ -204,7 +204,9 @@ def run_tool(sanitizer, tool):
         "seconds": round(time.monotonic() - start, 1),
     }
     if not clean:
-        result["output"] = output.splitlines()[-80:]
+        # What was found comes first; the calls that led to it fill the rest.
+        lines = [line for line in output.splitlines() if "Host Frame" not in line]
+        result["output"] = lines[:60] + lines[60:][-20:]
     return result
 
 

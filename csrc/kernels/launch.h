@@ -100,8 +100,15 @@ struct DecodeShape {
 };
 // rows: seqlen_q times the query heads of a group. More than block_m take several CTAs.
 DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features);
+// How many clusters of num_splits CTAs run at once on the current device; 0 where the kernel does
+// not merge in clusters or they are too large. Asks the driver once and then knows.
+int decode_clusters(int head_dim, int rows, int num_splits, LaunchFeatures features);
 // batch is at most 65535, num_splits too, heads_k * ceil(rows / block_m) at most 2^31 - 1.
 cudaError_t launch_decode(const DecodeParams& params, LaunchFeatures features, cudaStream_t stream);
+// The same on Hopper (wgmma, sm_90a): head_dim up to 128, rows of query, key and value in 16-byte
+// pieces, also where head_dim is no multiple of 8.
+DecodeShape describe_decode_sm90(int head_dim, int rows);
+cudaError_t launch_decode_sm90(const DecodeParams& params, cudaStream_t stream);
 cudaError_t launch_combine(const DecodeParams& params, LaunchFeatures features,
                            cudaStream_t stream);
 // Writes new keys and values to the cache. Those past its capacity are dropped.
