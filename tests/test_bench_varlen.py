@@ -11,6 +11,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import bench_varlen  # noqa: E402
 import harness  # noqa: E402
+import report  # noqa: E402
 from bench_varlen import PackedProblem  # noqa: E402
 from gradients import GradientReference, gradient_flops  # noqa: E402
 from workload import Problem, Reference, useful_flops  # noqa: E402
@@ -60,13 +61,15 @@ def test_command(tmp_path, capsys):
     rows = harness.read_result(out)["rows"]
     assert [row["name"] for row in rows] == ["forward", "backward"]
     assert all({"ours", "dense"} <= row["results"].keys() for row in rows)
-    assert all("no kernel for the CPU" in row["results"]["varlen_attn"]["error"] for row in rows)
+    assert all("no kernel for the CPU" in row["results"]["fa2"]["error"] for row in rows)
+    assert report.main(["show", str(out)]) == 0
+    assert rows[0]["label"] in capsys.readouterr().out
     assert bench_varlen.main([*arguments, "--bars"]) == 1  # the bars are those of an H200
 
 
 def test_bars():
     def missed(**changes):
-        us = {"ours": 100.0, "dense": 98.0, "varlen_attn": 200.0} | changes
+        us = {"ours": 100.0, "dense": 98.0, "fa2": 200.0} | changes
         results = {name: {"median_us": value} for name, value in us.items()}
         rows = [
             harness.problem_fields(problem) | {"results": results}
@@ -75,7 +78,7 @@ def test_bars():
         return [bar.name for bar in bench_varlen.bars({"rows": rows}) if not bar.passed]
 
     assert missed() == []
-    assert missed(varlen_attn=170.0) == ["mixed lengths, D128 causal: ours/varlen_attn"]
+    assert missed(fa2=170.0) == ["mixed lengths, D128 causal: ours/varlen_attn"]
     slower = missed(dense=94.0)
     assert len(slower) == 2 and all(name.startswith("equal lengths") for name in slower)
     assert not any(bar.passed for bar in bench_varlen.bars({"rows": []}))
