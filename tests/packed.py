@@ -11,6 +11,8 @@ from reference import (
     gradients_ref,
 )
 
+import flashattn_ext  # noqa: F401  registers the operators
+
 forward_varlen = torch.ops.fa.forward_varlen.default
 backward_varlen = torch.ops.fa.backward_varlen.default
 
