@@ -84,6 +84,9 @@ def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, s
     outs = [q.new_zeros((starts_q[0], *q.shape[1:]))]
     for b, (begin, end) in enumerate(itertools.pairwise(starts_q)):
         keys = slice(starts_k[b], starts_k[b + 1] if used is None else starts_k[b] + used[b])
+        if begin == end or keys.start == keys.stop:
+            outs.append(q.new_zeros((end - begin, *q.shape[1:])))
+            continue
         query, key, value = (
             x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k[keys], v[keys])
         )

@@ -157,7 +157,7 @@ def test_equal_lengths(device, seqlen, head_dim):
         expected, expected_lse = torch.ops.fa.forward(*batch[:3], None, is_causal)
         close(out, expected.transpose(1, 2).flatten(0, 1), out.dtype)
         torch.testing.assert_close(
-            lse, expected_lse.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-4
+            lse, expected_lse.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-3
         )
         gradients = backward_varlen(
             grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, is_causal
