@@ -286,6 +286,8 @@ def test_what_goes_to_torch(device, is_causal, nothing_said):
         torch.testing.assert_close(ours[0], expected.transpose(1, 2))
         torch.testing.assert_close(ours[1], expected_lse[0])
     assert query.grad.isfinite().all() and (key.grad[3:9] == 0).all()
+    with pytest.raises(RuntimeError, match=r"q, k, v: must be .* got \(14, 3, "):
+        flash_attn_varlen_func(query[:, :3], key, value, *packed.arguments[3:])
 
 
 # --- Autograd and modes ---------------------------------------------------------------------------
