@@ -14,12 +14,7 @@
 // rows that see any key from there on, as far as a band lets one tile reach: that never grows from
 // tile to tile of a sequence, so their order stays ascending. Deterministic adding needs that: a
 // CTA waits for those of the keys before, which must have started.
-//
-// Where a head of all sequences does not fit in L2, the list has sections of sequences that do,
-// each with the longest tiles first.
 #include <cuda_runtime.h>
-
-#include <algorithm>
 
 #include "../attn/packed.cuh"
 #include "dependent_launch.cuh"
@@ -29,39 +24,11 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kBuckets = 2 * kThreads;
-constexpr int64_t kSectionBytes = int64_t{32} << 20;  // half the L2 of an H200, which is two parts
-constexpr int kMaxSections = 16;
 
-// The buckets: `levels` for each section, of `unit` keys or rows of work.
-struct Buckets {
-  attn::FastDivide unit, section_rows;
-  int levels, last_section;
-
-  FA_DEVICE int bucket(int first_row, int64_t work) const {
-    const int section = min(static_cast<int>(section_rows.quotient(first_row)), last_section);
-    const unsigned level = unit.quotient(static_cast<unsigned>(max(work, int64_t{0})));
-    return section * levels + levels - 1 - static_cast<int>(level);
-  }
-};
-
-Buckets make_buckets(const FwdParams& p, PackedBy by) {
-  const bool by_query = by == PackedBy::kQuery;
-  // K and V by queries; by keys, Q, dO and dQ of the query heads of a group.
-  const int64_t row_bytes = int64_t{p.head_dim} * (by_query ? 4 : 8 * (p.heads_q / p.heads_k));
-  const int64_t section_rows = kSectionBytes / row_bytes;
-  const int64_t total = by_query ? p.seqlen_k : p.seqlen_q;
-  const int sections =
-      static_cast<int>(std::min<int64_t>((total - 1) / section_rows + 1, kMaxSections));
-  const int levels = kBuckets / sections;
-  return {attn::FastDivide(total / levels + 1), attn::FastDivide(section_rows), levels,
-          sections - 1};
-}
-
-// Calls visit(PackedTile, bucket, valid) for every tile, in whole warps; the first bucket has the
-// longest of the first section.
+// Calls visit(PackedTile, bucket, valid) for every tile, in whole warps; bucket 0 has the longest.
 template <class Visit>
-FA_DEVICE void for_each_tile(const FwdParams& p, const Buckets& buckets, int block, PackedBy by,
-                             Visit&& visit) {
+FA_DEVICE void for_each_tile(const FwdParams& p, const attn::FastDivide& unit, int block,
+                             PackedBy by, Visit&& visit) {
   constexpr unsigned kAll = 0xffffffff;
   const int sequences = p.batch + 2, lane = ptx::lane_id();
   const int per_warp = min(32, (sequences + kWarps - 1) / kWarps);
@@ -90,8 +57,6 @@ FA_DEVICE void for_each_tile(const FwdParams& p, const Buckets& buckets, int blo
       at.seqlen_q = __shfl_sync(kAll, sequence.seqlen_q, owner);
       at.seqlen_k = __shfl_sync(kAll, sequence.seqlen_k, owner);
       at.diagonal = at.seqlen_k - at.seqlen_q;
-      const int first_row =
-          __shfl_sync(kAll, by == PackedBy::kQuery ? sequence.k_begin : sequence.q_begin, owner);
       const int index = tile - __shfl_sync(kAll, end - tiles, owner);
       const int begin = index * block;
       int64_t work;
@@ -102,7 +67,8 @@ FA_DEVICE void for_each_tile(const FwdParams& p, const Buckets& buckets, int blo
         const attn::QueryRange seen = attn::query_range(at, begin, at.seqlen_k);
         work = min(int64_t{seen.end} - seen.first, at.window_left + at.window_right + block);
       }
-      visit(PackedTile{chunk + owner, index}, buckets.bucket(first_row, work), tile < all);
+      const unsigned level = unit.quotient(static_cast<unsigned>(max(work, int64_t{0})));
+      visit(PackedTile{chunk + owner, index}, kBuckets - 1 - static_cast<int>(level), tile < all);
     }
   }
 }
@@ -121,7 +87,7 @@ FA_DEVICE Peers peers_of(int bucket, bool valid) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    packed_tiles_kernel(const __grid_constant__ FwdParams p, Buckets buckets, int block,
+    packed_tiles_kernel(const __grid_constant__ FwdParams p, attn::FastDivide unit, int block,
                         PackedBy by, PackedTile* gTiles, int* gNumTiles) {
   __shared__ int sCount[kBuckets];  // tiles of a bucket; then where its next one goes
   __shared__ int sSums[kWarps];
@@ -136,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int i = thread; i < p.batch; i += kThreads)
     ordered = ordered && p.packed.cu_seqlens_q[i] <= p.packed.cu_seqlens_q[i + 1] &&
               p.packed.cu_seqlens_k[i] <= p.packed.cu_seqlens_k[i + 1];
-  for_each_tile(p, buckets, block, by, [&](PackedTile, int bucket, bool valid) {
+  for_each_tile(p, unit, block, by, [&](PackedTile, int bucket, bool valid) {
     const Peers peers = peers_of(bucket, valid);
     if (valid && peers.lead()) atomicAdd(&sCount[bucket], __popc(peers.lanes));
   });
@@ -163,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == kThreads - 1) *gNumTiles = end;
   __syncthreads();  // buckets have their places
 
-  for_each_tile(p, buckets, block, by, [&](PackedTile tile, int bucket, bool valid) {
+  for_each_tile(p, unit, block, by, [&](PackedTile tile, int bucket, bool valid) {
     const Peers peers = peers_of(bucket, valid);
     int place = 0;
     if (valid && peers.lead()) place = atomicAdd(&sCount[bucket], __popc(peers.lanes));
@@ -176,8 +142,10 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_packed_tiles(const FwdParams& p, int block, PackedBy by, PackedTile* tiles,
                                 int* num_tiles, LaunchFeatures features, cudaStream_t stream) {
-  return launch_kernel(features, packed_tiles_kernel, dim3(1), kThreads, 0, stream, p,
-                       make_buckets(p, by), block, by, tiles, num_tiles);
+  const int max_work = by == PackedBy::kQuery ? p.seqlen_k : p.seqlen_q;
+  const attn::FastDivide unit(max_work / kBuckets + 1);
+  return launch_kernel(features, packed_tiles_kernel, dim3(1), kThreads, 0, stream, p, unit, block,
+                       by, tiles, num_tiles);
 }
 
 }  // namespace fa
