@@ -35,7 +35,8 @@ inline DecodeChoice choose_decode(const DecodeParams& p, const Device& device) {
   const bool pieces = (p.head_dim % 8 == 0 || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
                       in_pieces(p.cache.key, p.cache.key_stride) &&
                       in_pieces(p.cache.value, p.cache.value_stride);
-  if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && pieces) {
+  if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && p.scale > 0.f &&
+      pieces) {
     return {true, describe_decode_sm90(p.head_dim, rows)};
   }
 #endif
