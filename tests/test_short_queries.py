@@ -19,11 +19,13 @@ def short():
             yield Case(next(dtypes), seqlens=(seqlen_q, seqlen_k), head_dim=next(head_dims))
     for seqlen_q in (33, 64, 65, 100):  # wgmma on Hopper: both tiles, and more than one
         for head_dim in (64, 72, 100, 128):
-            case = Case(next(dtypes), heads=(4, 2), seqlens=(seqlen_q, 1200), head_dim=head_dim)
+            case = Case(next(dtypes), heads=(4, 4), seqlens=(seqlen_q, 1200), head_dim=head_dim)
             yield dataclasses.replace(case, is_causal=True, bottom_right=True, window=(700, 0))
             yield dataclasses.replace(case, scale=-0.2 if head_dim == 72 else None)
-    yield Case(torch.bfloat16, heads=(2, 1), seqlens=(200, 5000), head_dim=128, batch=1)
-    yield Case(torch.float16, heads=(2, 1), seqlens=(300, 2500), head_dim=64, bottom_right=True)
+    for is_causal in (False, True):
+        chunk = Case(heads=(2, 1), seqlens=(200, 5000), is_causal=is_causal, bottom_right=True)
+        yield dataclasses.replace(chunk, head_dim=128, batch=1)
+        yield dataclasses.replace(chunk, dtype=torch.float16, seqlens=(300, 2500))
     for heads in ((7, 1), (14, 2), (32, 8), (64, 4), (6, 6)):
         yield Case(next(dtypes), heads=heads, seqlens=(3, 300), head_dim=128, is_causal=True)
         yield Case(next(dtypes), heads=heads, seqlens=(1, 700), head_dim=64, bottom_right=True)

@@ -56,15 +56,24 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
 
   const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
   if (in_cluster) cluster_arrive();  // waited for by store_in_cluster
-  const bool asks_memory = p.cache.seqlens != nullptr || p.mask != nullptr;  // for its keys
+  const bool asks_memory =           // which keys there are
+      p.cache.seqlens != nullptr || p.mask != nullptr || p.cache.block_table != nullptr;
   if (asks_memory) wait_for_kernels_before();
+  const int* table = ask_for_table<Config>(p, smem);
   RowTile t = row_tile<Config>(p, prepared);
   if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
   const TileRange tiles = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
-  if (!asks_memory) wait_for_kernels_before();
+  const KvLoader<Config> loader(p, t, prepared.aligned, table);
+  wait_for_table(table);
+  if (prepared.next_early) let_kernel_after_start();
+  if (!asks_memory) {
+#pragma unroll 1
+    for (int s = 0; s < min(kStages - 1, tiles.end - tiles.begin); ++s)
+      loader.prefetch(tiles.begin + s);
+    wait_for_kernels_before();
+  }
 
   // ---- Q, and all tiles but one of the ring.
-  const KvLoader<Config> loader(p, t, prepared.aligned);
   const auto load = [&](int tile, const typename KvLoader<Config>::Pages& pages, int stage) {
     loader.load_keys(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sK));
     loader.load_values(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sV));
@@ -134,9 +143,9 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     }
   }
 
-  // Not earlier: CTAs of the next kernel would go to the SMs that have none of this one, two by
-  // two.
-  let_kernel_after_start();
+  // Not earlier, unless there are SMs to spare: CTAs of the next kernel would go to the SMs that
+  // have none of this one, two by two.
+  if (!prepared.next_early) let_kernel_after_start();
 
   // ---- O and LSE of every warp, through the ring.
   float lse[2 * kRowTiles];
@@ -208,13 +217,15 @@ template <class Config>
 cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
   if (const cudaError_t status = allow<Config>(); status != cudaSuccess) return status;
   const dim3 grid = grid_of<Config>(p);
+  // Half of the SMs of a GPU of 9.0, one CTA each.
+  const bool next_early = Config::kLarge && int64_t{grid.x} * grid.y * grid.z <= 64;
   if (p.num_splits > 1 && p.partial_out == nullptr) {
     if (!Config::kClusters) return cudaErrorInvalidValue;
     const ClusterLaunch launch(grid, Config::kThreads, kSmemBytes<Config>, p.num_splits, stream);
-    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p));
+    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p, next_early));
   }
   return launch_kernel(features, decode_kernel<Config>, grid, Config::kThreads, kSmemBytes<Config>,
-                       stream, p, prepare(p));
+                       stream, p, prepare(p, next_early));
 }
 
 // Of clusters of `cluster` CTAs; 0 where the driver refuses.

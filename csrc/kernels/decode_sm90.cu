@@ -68,6 +68,7 @@ struct DecodeSm90Config {
     alignas(1024) uint16_t sQ[kBlockM * kHeadDim];
     uint64_t full_q, full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
     int first_key, end_key;  // see narrow_to_mask
+    int table[kTablePages];  // see ask_for_table
   };
   static_assert(sizeof(SharedStorage) <= 227 << 10);
 
@@ -105,13 +106,14 @@ FA_DEVICE void init_barriers(typename Config::SharedStorage& smem) {
 // The warpgroup that copies.
 template <class Config>
 FA_DEVICE void copy_tiles(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
-                          const TileRange& tiles, typename Config::SharedStorage& smem) {
+                          const TileRange& tiles, const int* table,
+                          typename Config::SharedStorage& smem) {
   const auto signal = [](uint64_t& barrier) {
     ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_addr(&barrier));
   };
   load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.sQ));
   signal(smem.full_q);
-  const KvLoader<Config> loader(p, t, /*rows_aligned=*/true);
+  const KvLoader<Config> loader(p, t, /*rows_aligned=*/true, table);
   typename KvLoader<Config>::Pages next_pages = loader.find_pages(tiles.begin);
   typename Config::Ring pos;
 #pragma unroll 1
@@ -252,12 +254,14 @@ __global__ void __launch_bounds__(Config::kThreads + Config::kCopyThreads, 1)
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   init_barriers<Config>(smem);
   wait_for_kernels_before();
+  const int* table = ask_for_table<Config>(p, smem);
   RowTile t = row_tile<Config>(p, prepared);
   if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
   const TileRange tiles = tiles_of_split(t, Config::kBlockN, blockIdx.y, prepared.splits);
+  wait_for_table(table);
   if (ptx::warpgroup_id() == 2) {
     ptx::setmaxnreg_dec<Config::kCopyRegisters>();
-    copy_tiles<Config>(p, prepared, t, tiles, smem);
+    copy_tiles<Config>(p, prepared, t, tiles, table, smem);
   } else {
     ptx::setmaxnreg_inc<Config::kComputeRegisters>();
     compute<Config>(p, prepared, t, tiles, smem);
