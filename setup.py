@@ -92,7 +92,7 @@ def with_sm90a(reason: str | None) -> bool:
 
 def extension(reason: str | None):
     """The one extension module, _C; with `reason` it has the CPU backend only."""
-    host_files = ("library", "autograd", "cpu", "cpu_backward", "kvcache")
+    host_files = ("library", "autograd", "cpu", "cpu_backward", "kvcache", "varlen")
     sources = [f"csrc/ops/{name}.cpp" for name in host_files]
     macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
     macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]
@@ -108,7 +108,8 @@ def extension(reason: str | None):
     make = CppExtension
     if reason is None:
         make = CUDAExtension
-        sources += [f"csrc/ops/{name}.cpp" for name in ("cuda", "cuda_backward", "kvcache_cuda")]
+        cuda_files = ("cuda", "cuda_backward", "kvcache_cuda", "varlen_cuda")
+        sources += [f"csrc/ops/{name}.cpp" for name in cuda_files]
         kernels = sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("csrc/kernels/*.cu"))
         # Each for every arch, as torch has one set of flags for all files: for 8.0+PTX the Hopper
         # kernels are empty, and take 5 s and 70 KB.

@@ -37,11 +37,13 @@ from .interface import (  # noqa: E402
     scaled_dot_product_attention,
 )
 from .kvcache import flash_attn_with_kvcache, merge_states  # noqa: E402
+from .varlen import flash_attn_varlen_func  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
     "build_info",
     "flash_attn_func",
+    "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "forward_kernel",
     "merge_states",
