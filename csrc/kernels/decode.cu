@@ -65,10 +65,9 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   const TileRange tiles = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
   const KvLoader<Config> loader(p, t, prepared.aligned, table);
   wait_for_table(table);
-  if (prepared.next_early) let_kernel_after_start();
   if (!asks_memory) {
 #pragma unroll 1
-    for (int s = 0; s < min(kStages - 1, tiles.end - tiles.begin); ++s)
+    for (int s = 0; prepared.prefetch && s < min(kStages - 1, tiles.end - tiles.begin); ++s)
       loader.prefetch(tiles.begin + s);
     wait_for_kernels_before();
   }
@@ -100,7 +99,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k)
       ptx::ldmatrix_x4(rQ[m][k], (sQ_lane ^ (k * 32)) + m * 16 * kHeadDim * 2);
-  const float scale = p.scale == 0.f ? 1.f : fabsf(p.scale), scale_log2 = scale * kLog2E;
+  const float scale = positive_scale(p), scale_log2 = scale * kLog2E;
 
   typename Config::Output rO;
   typename Config::Softmax softmax;
@@ -143,19 +142,21 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     }
   }
 
-  // Not earlier, unless there are SMs to spare: CTAs of the next kernel would go to the SMs that
-  // have none of this one, two by two.
-  if (!prepared.next_early) let_kernel_after_start();
+  // Not earlier: CTAs of the next kernel would go to the SMs that have none of this one, two by
+  // two.
+  let_kernel_after_start();
 
   // ---- O and LSE of every warp, through the ring.
-  float lse[2 * kRowTiles];
+  float lse[2 * kRowTiles];  // of the warp's keys alone: not used
   softmax.finalize(rO, scale, lse);
+  const int rows = t.rows - t.row_begin;
   ptx::cp_async_wait_group<0>();
   __syncthreads();  // no copy to the ring is under way, and all have left it
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
     const int row = row_warp * kWarpRows + lane / 4 + 8 * r;
-    if (lane % 4 == 0) smem.after.sLse[key_warp][row] = lse[r];
+    if (row >= rows) continue;
+    if (lane % 4 == 0) smem.after.sums[key_warp][row] = {softmax.row_max[r], softmax.row_sum[r]};
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d)
       *reinterpret_cast<float2*>(&smem.after.sO[key_warp][row][8 * d + 2 * (lane % 4)]) =
@@ -217,15 +218,16 @@ template <class Config>
 cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
   if (const cudaError_t status = allow<Config>(); status != cudaSuccess) return status;
   const dim3 grid = grid_of<Config>(p);
-  // Half of the SMs of a GPU of 9.0, one CTA each.
-  const bool next_early = Config::kLarge && int64_t{grid.x} * grid.y * grid.z <= 64;
+  // Half of the SMs of a GPU of 9.0, one CTA each: 10 % of 5 us with 1024 keys. With more CTAs,
+  // which start when those of the kernel before have ended, it costs 2 %.
+  const bool prefetch = Config::kLarge && int64_t{grid.x} * grid.y * grid.z <= 64;
   if (p.num_splits > 1 && p.partial_out == nullptr) {
     if (!Config::kClusters) return cudaErrorInvalidValue;
     const ClusterLaunch launch(grid, Config::kThreads, kSmemBytes<Config>, p.num_splits, stream);
-    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p, next_early));
+    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p, prefetch));
   }
   return launch_kernel(features, decode_kernel<Config>, grid, Config::kThreads, kSmemBytes<Config>,
-                       stream, p, prepare(p, next_early));
+                       stream, p, prepare(p, prefetch));
 }
 
 // Of clusters of `cluster` CTAs; 0 where the driver refuses.

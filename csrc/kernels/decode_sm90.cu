@@ -62,7 +62,7 @@ struct DecodeSm90Config {
       Stage stages[kStages];
       struct {
         float sO[kKeyWarps][kBlockM][kOutCols];
-        float sLse[kKeyWarps][kBlockM];
+        attn::PartSum sums[kKeyWarps][kBlockM];
       } after;
     };
     alignas(1024) uint16_t sQ[kBlockM * kHeadDim];
@@ -229,13 +229,13 @@ FA_DEVICE void compute(const DecodeParams& p, const Prepared& prepared, const Ro
   let_kernel_after_start();
 
   // ---- O and LSE of every warp, through the ring.
-  float lse[2];
+  float lse[2];  // of the warp's keys alone: not used
   softmax.finalize(rO, p.scale, lse);
   ptx::bar_sync(1, Config::kThreads);  // both have left the ring
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = warp_row + lane / 4 + 8 * r;
-    if (lane % 4 == 0) smem.after.sLse[key_group][row] = lse[r];
+    if (lane % 4 == 0) smem.after.sums[key_group][row] = {softmax.row_max[r], softmax.row_sum[r]};
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d)
       *reinterpret_cast<float2*>(&smem.after.sO[key_group][row][8 * d + 2 * (lane % 4)]) =

@@ -3,6 +3,7 @@
 #pragma once
 #include <type_traits>
 
+#include "../attn/merge.cuh"
 #include "../attn/paged_kv.cuh"
 #include "../attn/scheduler.cuh"
 #include "../attn/softmax.cuh"
@@ -45,7 +46,7 @@ struct Prepared {
   attn::FastDivide splits;  // num_splits
   bool aligned;             // rows of query, key and value come in pieces of 16 bytes
   bool out_aligned;         // those of out too
-  bool next_early;          // the next kernel may start as soon as this one: there are SMs to spare
+  bool prefetch;            // the kernel before leaves room for this one to start beside it
 };
 
 inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
@@ -53,7 +54,7 @@ inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
          stride[1] % 8 == 0 && stride[2] % 8 == 0;
 }
 
-inline Prepared prepare(const DecodeParams& p, bool next_early = false) {
+inline Prepared prepare(const DecodeParams& p, bool prefetch = false) {
   const bool whole = p.head_dim % 8 == 0;
   return {attn::FastDivide(p.heads_k),
           attn::FastDivide(p.heads_q / p.heads_k),
@@ -62,7 +63,7 @@ inline Prepared prepare(const DecodeParams& p, bool next_early = false) {
               in_pieces(p.cache.key, p.cache.key_stride) &&
               in_pieces(p.cache.value, p.cache.value_stride),
           whole && in_pieces(p.out, p.out_stride),
-          next_early};
+          prefetch};
 }
 
 template <class Config>
@@ -96,7 +97,7 @@ struct DecodeConfig {
   static constexpr int kParts = kBlockM * kHeadDim / 8 + kMaxCluster;
   struct Parts {
     float x[kParts][8];
-    float lse[kParts];
+    attn::PartSum sums[kParts];
   };
   struct NoParts {};
   struct SharedStorage {
@@ -108,7 +109,7 @@ struct DecodeConfig {
       } before;
       struct {
         float sO[kKeyWarps][kBlockM][kOutCols];
-        float sLse[kKeyWarps][kBlockM];
+        attn::PartSum sums[kKeyWarps][kBlockM];
       } after;
     };
     alignas(16) std::conditional_t<kClusters, Parts, NoParts> parts;  // see store_in_cluster
@@ -125,6 +126,11 @@ struct DecodeConfig {
   using Scores = tile::Accumulator<kRowTiles, kPieceN / 8>;   // [kWarpRows][kPieceN]
   using Softmax = attn::OnlineSoftmax<kRowTiles, false>;
 };
+
+// The main loop's: see fold_scale.
+FA_DEVICE float positive_scale(const DecodeParams& p) {
+  return p.scale == 0.f ? 1.f : fabsf(p.scale);
+}
 
 // The rows of a CTA and the keys that they see.
 struct RowTile {
