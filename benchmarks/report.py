@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import bars
-import bench_decode
+import decode_rates
 import dtype_speed
 import harness
 import host_cost
@@ -350,12 +350,12 @@ def backward_full(result: dict) -> str:
 def decode_table(result: dict) -> str:
     """GB/s of K and V of every candidate, one problem a line."""
     device = result["environment"]["device"]
-    rates = {row["label"]: bench_decode.speeds(row, device) for row in result["rows"]}
+    rates = {row["label"]: decode_rates.speeds(row, device) for row in result["rows"]}
     known = any(FA3 in gbs for gbs in rates.values())
     names = result["labels"] | ({FA3: FA3_LABEL} if known else {})
     lines = []
     for label, gbs in rates.items():
-        peers = [gbs[name] for name in bench_decode.BEST_OF if name in gbs]
+        peers = [gbs[name] for name in decode_rates.BEST_OF if name in gbs]
         shares = [
             gbs["ours"] / other if other and "ours" in gbs else None
             for other in (max(peers, default=None), gbs.get("sdpa"))
@@ -533,7 +533,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.command == "bars":
         result = harness.read_result(options.result)
         decoding = result["benchmark"] == "decode"
-        required = bench_decode.bars(result) if decoding else bars.bars(result)
+        required = decode_rates.bars(result) if decoding else bars.bars(result)
         print(*(bar.text() for bar in required), sep="\n")
         return 0 if all(bar.passed for bar in required) else 1
     stale = stale_files(options.files)

@@ -11,6 +11,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import bench_decode  # noqa: E402
 import bench_static_cache  # noqa: E402
+import decode_rates  # noqa: E402
 import harness  # noqa: E402
 import report  # noqa: E402
 import workload  # noqa: E402
@@ -30,6 +31,7 @@ def test_candidates_compute_the_same():
 def test_pages_fit_the_problems():
     problems = bench_decode.gpu_problems() + bench_decode.cpu_problems()
     assert all(p.seqlen_k % bench_decode.PAGE_SIZE == 0 for p in problems)
+    assert sum(p.name != "short" for p in bench_decode.gpu_problems()) == decode_rates.LONG_ROWS
     assert [c.name for c in bench_decode.CANDIDATES[:3]] == ["ours", "ours_paged", "ours_forward"]
     assert len({p.label() for p in problems}) == len(problems)
 
