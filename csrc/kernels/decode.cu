@@ -189,7 +189,7 @@ constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
 
 template <class Config>
 cudaError_t allow() {
-  return allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>, Config::kClusters);
+  return allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>);
 }
 
 // The CTAs of the splits of a row of tiles are a cluster.

@@ -35,8 +35,6 @@ constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
   return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, /*stages=*/3};
 }
 
-constexpr int kMaxCluster = 16;  // more than 8 need leave, see launch_config
-
 constexpr int kTablePages = 512;  // of a sequence, in shared memory
 
 // What the host finds out for all CTAs.

@@ -52,11 +52,11 @@ inline int invariant_splits(int64_t rows, int64_t keys) {
   return static_cast<int>(std::clamp<int64_t>((keys + 511) / 512, 1, most));
 }
 
-// Whether so many splits can be a cluster. Not more than 4: a cluster of 8 starts later than its
-// merging saves. All have to run at once: of the SMs they leave more idle than single CTAs do.
+// Whether so many splits can be a cluster. All have to run at once: of the SMs they leave more idle
+// than single CTAs do.
 inline bool merges_in_cluster(const DecodeChoice& choice, const DecodeParams& p, int64_t splits,
                               const Device& device) {
-  if (choice.hopper || splits == 1 || splits > 4) return false;
+  if (choice.hopper || splits == 1 || splits > kMaxCluster) return false;
   const int rows = static_cast<int>(rows_of(p));
   const int64_t tiles = (rows + choice.shape.kernel.block_m - 1) / choice.shape.kernel.block_m;
   const int64_t clusters = int64_t{p.batch} * p.heads_k * tiles;
