@@ -6,7 +6,8 @@
 
 Every call is replayed from a CUDA graph, and inputs rotate through three times the L2 cache. `ours`
 reads a contiguous cache, `ours_paged` the same keys from pages of 64 in a random order, with
-lengths and a block table on the device. Prints microseconds, and the GB/s that K and V are read
+lengths and a block table on the device; `ours_forward` is fa::forward, which has the choice between
+the decoding kernels and its own. Prints microseconds, and the GB/s that K and V are read
 with. Exit code 1 if a result is wrong, or if ours refuses a problem; with --bars also if one of the
 bars for an H200 is missed.
 """
@@ -15,25 +16,20 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import bench_prefill
 import command
 import harness
-import rates
 import torch
-from bars import Bar, lowest
+from decode_rates import BEST_OF, bars, speeds
 from harness import Candidate
 from torch import Tensor
 from workload import Inputs, Problem
 
 PAGE_SIZE = 64
-PEERS = Path(__file__).resolve().parent / "peers_decode_h200.json"
-BEST_OF = ("cudnn", "fa2", rates.FA3)
 
 
 def bind_ours(problem: Problem) -> Callable[[Inputs], Tensor]:
@@ -71,8 +67,9 @@ def bind_paged(problem: Problem) -> Callable[[Inputs], Tensor]:
 
 
 CANDIDATES = [
-    Candidate("ours", "ours", bind_ours),
+    Candidate("ours", "ours", bind_ours, kernel=bench_prefill.ours_kernel),
     Candidate("ours_paged", "ours, paged", bind_paged),
+    Candidate("ours_forward", "fa.forward", bench_prefill.bind_ours),
     *(bench_prefill.CANDIDATES[name] for name in ("fa2", "cudnn", "sdpa")),
 ]
 
@@ -96,9 +93,14 @@ def gpu_problems() -> list[Problem]:
         (8, 32, 8, 4, 8192),
         (1, 16, 8, 16, 8192),
     ]
+    # Whatever the rows of a head group, too few tiles for the GPU: only splits of the keys fill it.
+    chunks = [(1, 8, 1, 256, 131072), (1, 32, 8, 64, 8192)]
+    short = [(1, 16, 8, 1, 128), (8, 16, 16, 1, 256), (32, 32, 32, 1, 1024)]
     return [
         *(decode("one", b, q, k, 1, s, 128) for b, q, k, s in one),
         *(decode("several", b, q, k, t, s, 128) for b, q, k, t, s in several),
+        *(decode("chunk", b, q, k, t, s, 128) for b, q, k, t, s in chunks),
+        *(decode("short", b, q, k, t, s, 128) for b, q, k, t, s in short),
         # Other head_dims and groups, and fp16.
         decode("other", 8, 32, 8, 1, 8192, 64),
         decode("other", 8, 16, 2, 1, 8192, 256),
@@ -110,63 +112,6 @@ def gpu_problems() -> list[Problem]:
 def cpu_problems() -> list[Problem]:
     single = functools.partial(Problem, "decode", dtype=torch.float32)
     return [single("one", 2, 8, 2, 1, 512, 64), single("several", 2, 8, 2, 4, 512, 64)]
-
-
-# ------------------------------------------------------------------------------------------------
-# Speeds and bars
-
-
-@functools.cache
-def fa3_ratios() -> tuple[str, dict[tuple, float]]:
-    """The GPU of the file, and FA3's speed over cuDNN's by problem."""
-    peers = json.loads(PEERS.read_text())
-    return peers["gpu"], {(*r["shape"], r["dtype"]): r["fa3_over_cudnn"] for r in peers["rows"]}
-
-
-def kv_bytes(row: dict) -> int:
-    itemsize = getattr(torch, row["dtype"]).itemsize
-    return 2 * row["batch"] * row["heads_k"] * row["seqlen_k"] * row["head_dim"] * itemsize
-
-
-def speeds(row: dict, device: str) -> dict[str, float]:
-    """GB/s of K and V, for every candidate that ran, and for FA3 by ratio where it is known."""
-    found = {
-        name: kv_bytes(row) / result["median_us"] * 1e-3
-        for name, result in row["results"].items()
-        if "median_us" in result
-    }
-    gpu, ratios = fa3_ratios()
-    ratio = ratios.get((*(row[field] for field in rates.SHAPE), row["dtype"]))
-    if ratio is not None and device == gpu and "cudnn" in found:
-        found[rates.FA3] = found["cudnn"] * ratio
-    return found
-
-
-def bars(result: dict) -> list[Bar]:
-    """What is required on an H200, and what was measured."""
-    device = result["environment"]["device"]
-
-    def ratios(name: str, ours: str, others: tuple[str, ...]) -> dict[str, float]:
-        found = {}
-        for row in result["rows"]:
-            gbs = speeds(row, device)
-            if name in (row["name"], "") and {ours, *others} <= gbs.keys():
-                found[row["label"]] = gbs[ours] / max(gbs[other] for other in others)
-        return found
-
-    one = ratios("one", "ours", BEST_OF)
-    mean = rates.geomean(one.values()) if len(one) == 9 else None
-    several = ratios("several", "ours", ("sdpa",))
-    four = {label: ratio for label, ratio in several.items() if "S4x" in label}
-    more = {label: ratio for label, ratio in several.items() if "S4x" not in label}
-    paged = ratios("", "ours_paged", ("ours",))
-    return [
-        Bar("one query: geometric mean of ours/best", mean, 1.15),
-        lowest("one query: lowest ours/best", one, 9, 1.0),
-        lowest("4 queries: ours/plain SDPA", four, 1, 3.0),
-        lowest("8 and 16 queries: lowest ours/plain SDPA", more, 3, 6.0),
-        lowest("lowest paged/contiguous", paged, len(gpu_problems()), 0.95),
-    ]
 
 
 def describe(row: dict, result: dict) -> str:

@@ -11,9 +11,9 @@ Markdown files, by default README.md and benchmarks/results/README.md. A block s
     <!-- benchmark summary h200.json -->
     <!-- end benchmark -->
 
-where the third word is `summary` or `full`, for a result of bench_prefill.py or bench_backward.py,
-`full` for one of bench_varlen.py, or `redo` for one of bench_redo.py, and the fourth a file in
-benchmarks/results.
+where the third word is `summary` or `full`, for a result of bench_prefill.py, bench_backward.py or
+bench_decode.py, `full` for one of bench_varlen.py, or `redo` for one of bench_redo.py, and the
+fourth a file in benchmarks/results.
 
 `bars` prints one line per requirement on the speed on an H200, with the value measured; exit code 1
 if any is missed (bars.py).
@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import bars
+import decode_rates
 import dtype_speed
 import harness
 import host_cost
@@ -347,6 +348,51 @@ def backward_full(result: dict) -> str:
     return "\n\n".join(parts)
 
 
+def decode_table(result: dict) -> str:
+    """GB/s of K and V of every candidate, one problem a line."""
+    device = result["environment"]["device"]
+    rates = {row["label"]: decode_rates.speeds(row, device) for row in result["rows"]}
+    known = any(FA3 in gbs for gbs in rates.values())
+    names = result["labels"] | ({FA3: FA3_LABEL} if known else {})
+    lines = []
+    for label, gbs in rates.items():
+        peers = [gbs[name] for name in decode_rates.BEST_OF if name in gbs]
+        shares = [
+            gbs["ours"] / other if other and "ours" in gbs else None
+            for other in (max(peers, default=None), gbs.get("sdpa"))
+        ]
+        cells = [number(gbs.get(name)) for name in names]
+        lines.append([label, *cells, *(number(share, 2) for share in shares)])
+    heads = ["GB/s of K and V", *names.values(), "ours/best", "ours/plain SDPA"]
+    return table(heads, lines)
+
+
+def decode_times(result: dict) -> str:
+    """Microseconds of our calls with the spread of the first, and the kernel of fa.forward."""
+    lines = []
+    for row in result["rows"]:
+        results = [row["results"].get(name, {}) for name in ("ours", "ours_paged", "ours_forward")]
+        ours = results[0]
+        if "median_us" not in ours:
+            continue
+        spread = 100 * (ours["q3_us"] - ours["q1_us"]) / ours["median_us"]
+        times = [number(r.get("median_us"), 1) for r in results]
+        eager = number(ours.get("eager_us"), 1)
+        lines.append([row["label"], *times, f"{spread:.1f} %", eager, kernel_name(row)])
+    heads = ["us", "ours", "ours, paged", "fa.forward", "IQR", "eager us", "kernel of fa.forward"]
+    return table(heads, lines)
+
+
+def decode_summary(result: dict) -> str:
+    """The block for README."""
+    return f"Decoding, from CUDA graphs. {stamp(result)}.\n\n{decode_table(result)}"
+
+
+def decode_full(result: dict) -> str:
+    """Times, kernels and ceilings beside it."""
+    return "\n\n".join([*heading(result), decode_table(result), decode_times(result)])
+
+
 def redo_block(result: dict) -> str:
     """How often the dropped row maximum is made up for, and what that costs."""
     parts = [f"{stamp(result)}."]
@@ -361,6 +407,7 @@ def redo_block(result: dict) -> str:
 BLOCKS = {
     "prefill": {"summary": summary_block, "full": full_block},
     "backward": {"summary": backward_summary, "full": backward_full},
+    "decode": {"summary": decode_summary, "full": decode_full},
     "redo": {"redo": redo_block},
     "varlen": {"full": full_block},
 }
@@ -486,7 +533,9 @@ def main(arguments: list[str] | None = None) -> int:
             plot(result, options.plot)
         return 0
     if options.command == "bars":
-        required = bars.bars(harness.read_result(options.result))
+        result = harness.read_result(options.result)
+        decoding = result["benchmark"] == "decode"
+        required = decode_rates.bars(result) if decoding else bars.bars(result)
         print(*(bar.text() for bar in required), sep="\n")
         return 0 if all(bar.passed for bar in required) else 1
     stale = stale_files(options.files)

@@ -171,11 +171,11 @@ struct DecodeParams {
   float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
 
   // What the splits of the keys contribute, for num_splits > 1: each its own softmax over its keys,
-  // 0 and -inf without any. On 16-byte boundaries; cols_rounded is that of describe_decode. Null:
-  // the CTAs of the splits are a cluster and merge there; decode_clusters says how many run at
-  // once.
-  float* partial_out;  // [batch, heads_q, seqlen_q, num_splits, cols_rounded]
-  float* partial_lse;  // [batch, heads_q, seqlen_q, num_splits]
+  // and what is known of its sum (attn::PartSum). On 16-byte boundaries; cols_rounded is that of
+  // describe_decode. Null: the CTAs of the splits are a cluster and merge there; decode_clusters
+  // says how many run at once.
+  float* partial_out;   // [batch, heads_q, seqlen_q, num_splits, cols_rounded]
+  float* partial_sums;  // [batch, heads_q, seqlen_q, num_splits, 2]
 
   // [batch, seqlen_q, capacity], for all heads, columns with stride 1: bytes, nonzero = take part,
   // beside the band. Keys before the first and behind the last that a tile's rows see are not read.

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flashattn_ext import flash_attn_func
+from flashattn_ext import flash_attn_func, flash_attn_with_kvcache
 
 
 @dataclass
@@ -40,9 +40,10 @@ QWEN3_0_6B = Config(151936, 1024, 3072, 28, 16, 8)
 TINY = Config(512, 128, 256, 3, 8, 2, head_dim=32)
 
 
-def attention_torch(query, key, value):
-    """Causal attention of the newest tokens: the last query is aligned with the last key."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+def attention_torch(query, key, value, cache, layer):
+    """Causal attention of the newest tokens, which it adds to the cache: the last query is aligned
+    with the last key."""
+    q, k, v = (x.transpose(1, 2) for x in (query, *cache.append(layer, key, value)))
     new, total = q.shape[2], k.shape[2]
     mask = None
     if 1 < new < total:  # is_causal would let query 0 see key 0 only
@@ -51,7 +52,16 @@ def attention_torch(query, key, value):
     return out.transpose(1, 2)
 
 
-ATTENTION = {"torch": attention_torch, "ours": partial(flash_attn_func, causal=True)}
+def attention_ours(query, key, value, cache, layer):
+    """The same; one new token is written to the cache and reads it in one call."""
+    if query.shape[1] > 1:
+        return flash_attn_func(query, *cache.append(layer, key, value), causal=True)
+    cache.check_room(1)
+    keys, values = cache.keys[layer], cache.values[layer]
+    return flash_attn_with_kvcache(query, keys, values, key, value, cache_seqlens=cache.lengths)
+
+
+ATTENTION = {"torch": attention_torch, "ours": attention_ours}
 Linear = partial(nn.Linear, bias=False)
 
 
@@ -62,15 +72,24 @@ class KVCache:
         shape = (model.config.num_hidden_layers, batch, max_length, *heads)
         self.keys, self.values = (model.norm.weight.new_empty(shape) for _ in range(2))
         self.length = 0  # tokens that every layer holds
+        self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.keys.device)  # for kernels
+
+    def check_room(self, new):
+        if self.length + new > self.keys.shape[2]:
+            raise RuntimeError(f"cache: holds {self.keys.shape[2]} tokens, got {self.length + new}")
 
     def append(self, layer, key, value):
         """Writes the new tokens of one layer; returns views of all its tokens so far."""
+        self.check_room(key.shape[1])
         end = self.length + key.shape[1]
-        if end > self.keys.shape[2]:
-            raise RuntimeError(f"cache: holds {self.keys.shape[2]} tokens, got {end}")
         self.keys[layer, :, self.length : end] = key
         self.values[layer, :, self.length : end] = value
         return self.keys[layer, :, :end], self.values[layer, :, :end]
+
+    def advance(self, new):
+        """After the last layer."""
+        self.length += new
+        self.lengths += new
 
 
 class RMSNorm(nn.Module):
@@ -105,8 +124,8 @@ class Attention(nn.Module):
         heads = (*x.shape[:2], -1, self.head_dim)
         query = rotate(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
         key = rotate(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
-        key, value = cache.append(self.layer, key, self.v_proj(x).view(heads))
-        return self.o_proj(attention(query, key, value).flatten(2))
+        value = self.v_proj(x).view(heads)
+        return self.o_proj(attention(query, key, value, cache, self.layer).flatten(2))
 
 
 class MLP(nn.Module):
@@ -154,7 +173,7 @@ class Qwen3(nn.Module):
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
         for layer in self.layers:
             x = layer(x, cos, sin, cache, attention)
-        cache.length += tokens.shape[1]
+        cache.advance(tokens.shape[1])
         return self.lm_head(self.norm(x[:, -keep:]))
 
 

@@ -561,11 +561,12 @@ def forward_kernel(
             those of the operator: 4-D tensors `(batch, heads, seqlen, head_dim)`.
 
     Returns:
-        A string such as "fwd_sm90 192x64: sm_90, rows that the bulk copy engine can take" or
-        "fwd_sm80 128x64: scale is not positive": the kernel, the query rows of a tile and the keys
-        of a block, and the reason. On CUDA "none: no query or no key" where there is nothing to do;
-        on the CPU always "cpu: query is on the CPU". Nothing is launched. For tensors with memory:
-        not for tracing.
+        A string such as "fwd_sm90 192x64: sm_90, rows that the bulk copy engine can take",
+        "fwd_sm80 128x64: scale is not positive" or "decode 16x128, 4 splits in a cluster: few
+        queries": the kernel, the query rows of a tile and the keys of a block, for the decoding
+        kernels also the splits of the keys, and the reason. On CUDA "none: no query or no key"
+        where there is nothing to do; on the CPU always "cpu: query is on the CPU". Nothing is
+        launched. For tensors with memory: not for tracing.
 
     Raises:
         RuntimeError: whatever the operator refuses.

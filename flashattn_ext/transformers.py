@@ -12,6 +12,7 @@ flash-attn loader.
 import torch
 
 from flashattn_ext.interface import scaled_dot_product_attention
+from flashattn_ext.varlen import flash_attn_varlen_func
 
 NAME = "fa_ext"
 
@@ -82,8 +83,9 @@ def attention_forward(
         position_bias: added to the scaled scores, broadcast to
             (batch, heads_q, seqlen_q, seqlen_k).
         kwargs: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, (sequences + 1,), are where packed
-            sequences begin and end in a batch of 1: none sees another. Those that do not bear on
-            attention are ignored.
+            sequences begin and end in a batch of 1: none sees another. Without a mask they run as
+            :func:`flashattn_ext.flash_attn_varlen_func`, and no mask is formed. Those that do not
+            bear on attention are ignored.
 
     Returns:
         ((batch, seqlen_q, heads_q, head_dim) contiguous, None). Rows that see no key, as those of
@@ -115,6 +117,24 @@ def attention_forward(
         key, value = key[:, :, :seqlen_q], value[:, :, :seqlen_q]
         if position_bias is not None:
             position_bias = position_bias[..., :seqlen_q]
+
+    if (
+        packed
+        and attention_mask is None
+        and position_bias is None
+        and not dropout
+        and _takes_packed(query)
+    ):
+        return _packed_attention(
+            query,
+            key,
+            value,
+            kwargs["cu_seq_lens_q"],
+            kwargs.get("cu_seq_lens_k"),
+            causal=causal,
+            sliding_window=sliding_window,
+            scaling=scaling,
+        ), None
 
     windowed = (
         attention_mask is None and sliding_window is not None and key.shape[2] > sliding_window
@@ -154,6 +174,47 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
+def _takes_packed(query: torch.Tensor) -> bool:
+    """Whether the operator of packed sequences has this dtype; for others a mask is formed, and
+    torch's own attention computes with it."""
+    return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+
+
+def _packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
+    *,
+    causal: bool,
+    sliding_window: int | None,
+    scaling: float | None,
+) -> torch.Tensor:
+    """(1, tokens, heads_q, head_dim), contiguous. The last query of each sequence stands at its
+    last key."""
+    _check_one_row(query)
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
+    window = -1 if sliding_window is None else sliding_window - 1
+    out = flash_attn_varlen_func(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),
+        cu_seqlens_q.to(torch.int32),
+        cu_seqlens_k.to(torch.int32),
+        softmax_scale=scaling,
+        causal=causal,
+        window_size=(window, window),
+    )
+    return out.contiguous()[None]
+
+
+def _check_one_row(query: torch.Tensor) -> None:
+    if query.shape[0] != 1:
+        raise RuntimeError(
+            f"cu_seq_lens_q: packed sequences need a batch of 1, got {query.shape[0]}"
+        )
+
+
 def _dense_mask(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -174,10 +235,7 @@ def _dense_mask(
         visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=query.device)
         distance = (seqlen_k - cols) - (seqlen_q - rows)  # keys from this one to the query's own
     else:
-        if query.shape[0] != 1:
-            raise RuntimeError(
-                f"cu_seq_lens_q: packed sequences need a batch of 1, got {query.shape[0]}"
-            )
+        _check_one_row(query)
         if cu_seqlens_k is None:
             cu_seqlens_k = cu_seqlens_q
         rows_sequence, rows_left = _place_in_sequence(rows, cu_seqlens_q)

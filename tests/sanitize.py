@@ -40,7 +40,7 @@ CASES = [
     # Tiles that are full, cut off, or of which a single row or key is left, in every instance.
     Case(torch.float16, batch=1, heads=(2, 1), seqlens=(129, 200), head_dim=64),
     Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(130, 257), head_dim=128, is_causal=True),
-    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(65, 129), head_dim=256, is_causal=True),
+    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(129, 129), head_dim=256, is_causal=True),
     Case(torch.bfloat16, heads=(4, 2), seqlens=(1, 1), head_dim=1),
     Case(torch.float16, heads=(3, 1), seqlens=(1, 66), head_dim=40),
     Case(
@@ -54,7 +54,7 @@ CASES = [
     # The portable kernel where the Hopper kernel would be taken for a positive scale.
     Case(torch.float16, batch=1, heads=(2, 1), seqlens=(129, 200), head_dim=64, scale=-0.1),
     Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(130, 257), head_dim=128, scale=-0.1),
-    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(65, 129), head_dim=256, scale=-0.1),
+    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(129, 129), head_dim=256, scale=-0.1),
     # Masks of every dtype, with rows and tiles that are hidden, and broadcast by strides.
     Case(torch.float16, heads=(2, 1), seqlens=(70, 140), mask="bool-bhqk"),
     Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(70, 140), mask="own-11qk", head_dim=128),
@@ -62,14 +62,20 @@ CASES = [
     Case(torch.float16, batch=1, seqlens=(66, 129), mask="bool-bhqk-inside", head_dim=256),
     Case(torch.bfloat16, batch=1, heads=(2, 1), seqlens=(300, 300), mask="lowest-11qk"),
     # Rows that cannot be loaded as they lie, at the very end of their memory.
-    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(66, 129), head_dim=33, layout="offset1"),
+    Case(torch.float16, batch=1, heads=(1, 1), seqlens=(129, 129), head_dim=33, layout="offset1"),
     Case(
-        torch.bfloat16, batch=1, heads=(1, 1), seqlens=(66, 129), head_dim=72, layout="transposed"
+        torch.bfloat16, batch=1, heads=(1, 1), seqlens=(129, 129), head_dim=72, layout="transposed"
     ),
     Case(
-        torch.float16, batch=1, heads=(1, 1), seqlens=(66, 129), head_dim=65, layout="padded_rows"
+        torch.float16, batch=1, heads=(1, 1), seqlens=(129, 129), head_dim=65, layout="padded_rows"
     ),
+    # The decoding kernels: splits that merge in a cluster and by a kernel of their own, rows for
+    # wgmma, and a mask of keys.
     Case(torch.float16, batch=1, heads=(2, 1), seqlens=(20, 90), layout="kv_cache"),
+    Case(torch.bfloat16, batch=1, heads=(4, 2), seqlens=(1, 500), head_dim=128),
+    Case(torch.float16, batch=1, heads=(4, 2), seqlens=(1, 4000), head_dim=64),
+    Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(66, 600), head_dim=128, is_causal=True),
+    Case(torch.float16, heads=(4, 1), seqlens=(2, 300), head_dim=72, mask="bool-b1qk"),
 ]
 # fa::forward_kvcache: dtype, heads, head_dim, queries of a sequence, page size.
 DECODING = [

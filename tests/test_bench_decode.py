@@ -10,7 +10,10 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import bench_decode  # noqa: E402
+import bench_static_cache  # noqa: E402
+import decode_rates  # noqa: E402
 import harness  # noqa: E402
+import report  # noqa: E402
 import workload  # noqa: E402
 from workload import Problem  # noqa: E402
 
@@ -21,13 +24,15 @@ def test_candidates_compute_the_same():
     problem = Problem("decode", "tiny", 3, 4, 2, 2, 256, 16, "full", torch.float32)
     (inputs,) = workload.input_sets(problem, CPU)
     reference = workload.Reference.of(problem, inputs)
-    for bind in (bench_decode.bind_ours, bench_decode.bind_paged):
+    for bind in (candidate.bind for candidate in bench_decode.CANDIDATES[:3]):
         assert reference.error_share(bind(problem)(inputs)) < 1
 
 
 def test_pages_fit_the_problems():
     problems = bench_decode.gpu_problems() + bench_decode.cpu_problems()
     assert all(p.seqlen_k % bench_decode.PAGE_SIZE == 0 for p in problems)
+    assert sum(p.name != "short" for p in bench_decode.gpu_problems()) == decode_rates.LONG_ROWS
+    assert [c.name for c in bench_decode.CANDIDATES[:3]] == ["ours", "ours_paged", "ours_forward"]
     assert len({p.label() for p in problems}) == len(problems)
 
 
@@ -37,7 +42,7 @@ def test_command(tmp_path, capsys):
     assert bench_decode.main(arguments) == 0
     assert "1 problems, 0 failures" in capsys.readouterr().out
     (row,) = harness.read_result(out)["rows"]
-    assert {"ours", "ours_paged", "sdpa"} <= row["results"].keys()
+    assert {"ours", "ours_paged", "ours_forward", "sdpa"} <= row["results"].keys()
     assert bench_decode.main([*arguments, "--bars"]) == 1  # the bars are those of an H200
 
 
@@ -70,6 +75,42 @@ def test_bars():
     assert names_of_missed(result_of()) == []
     assert names_of_missed(result_of(ours_paged=90.0)) == ["lowest paged/contiguous"]
     assert names_of_missed(result_of(sdpa=400.0)) == ["8 and 16 queries: lowest ours/plain SDPA"]
+    assert "chunk of 256 queries: ours/plain SDPA" in names_of_missed(result_of(sdpa=300.0))
     slower = names_of_missed(result_of(ours=110.0, ours_paged=110.0))
     assert slower[:2] == ["one query: geometric mean of ours/best", "one query: lowest ours/best"]
-    assert len(names_of_missed(result_of() | {"rows": []})) == 5
+    assert len(names_of_missed(result_of() | {"rows": []})) == 6
+
+
+def test_report(tmp_path, capsys):
+    out = tmp_path / "decode.json"
+    arguments = ["--device", "cpu", "--quick", "--match", "S4x", "--out", str(out)]
+    assert bench_decode.main(arguments) == 0
+    capsys.readouterr()
+    assert report.main(["show", str(out)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("several B2 H8/2 S4x512 D64 full fp32") == 3
+    assert "GB/s of K and V" in text and "kernel of fa.forward" in text
+    assert report.main(["bars", str(out)]) == 1
+    assert capsys.readouterr().out.count("FAIL") == 6
+
+
+def test_static_cache(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    out = tmp_path / "static.json"
+    arguments = ["--device", "cpu", "--quick", "--out", str(out)]
+    assert bench_static_cache.main(arguments) == 0
+    assert "1 problems, 0 failures" in capsys.readouterr().out
+    assert bench_static_cache.main([*arguments, "--bars"]) == 1
+    (row,) = harness.read_result(out)["rows"]
+    assert row["filled"] == 100 and {"ours", "sdpa"} == row["results"].keys()
+
+
+def test_static_cache_sees_a_wrong_length():
+    """The reference is that of the filled slots: a mask that shows one more is noticed."""
+    ((problem, filled),) = bench_static_cache.cpu_problems().items()
+    (inputs,) = workload.input_sets(problem, CPU)
+    reference = bench_static_cache.exact(problem, filled, inputs)
+    for shown, right in ((filled, True), (filled + 1, False), (filled - 1, False)):
+        mask = bench_static_cache.filled_mask(problem, shown, CPU)
+        out = bench_static_cache.bind("ours", problem, mask)(inputs)
+        assert (reference.error_share(out) < 1) == right

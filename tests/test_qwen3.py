@@ -133,6 +133,9 @@ def test_cache_is_never_overrun(qwen3):
         model(torch.zeros(1, 4, dtype=torch.long), cache, qwen3.ATTENTION["ours"])
         with pytest.raises(RuntimeError, match="cache: holds 5 tokens, got 6"):
             model(torch.zeros(1, 2, dtype=torch.long), cache, qwen3.ATTENTION["ours"])
+        model(torch.zeros(1, 1, dtype=torch.long), cache, qwen3.ATTENTION["ours"])
+        with pytest.raises(RuntimeError, match="cache: holds 5 tokens, got 6"):
+            model(torch.zeros(1, 1, dtype=torch.long), cache, qwen3.ATTENTION["ours"])
 
 
 @pytest.mark.parametrize(

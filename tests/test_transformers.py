@@ -71,13 +71,14 @@ def in_float64(model):
 
 @contextlib.contextmanager
 def count_calls():
-    """Counts the calls of fa::forward: a silent fall-back must not pass for ours."""
+    """Counts the calls of our operators: a silent fall-back must not pass for ours."""
 
     class Counter(TorchDispatchMode):
-        calls = 0
+        calls = packed = 0
 
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-            self.calls += op is torch.ops.fa.forward.default
+            self.calls += op in (torch.ops.fa.forward.default, torch.ops.fa.forward_varlen.default)
+            self.packed += op is torch.ops.fa.forward_varlen.default
             return op(*args, **(kwargs or {}))
 
     with Counter() as counter:
@@ -291,6 +292,8 @@ def test_packed(device, told_by, sliding):
     with count_calls() as counter:
         ours = model(tokens, **packed).logits
     assert counter.calls == model.config.num_hidden_layers
+    # From position_ids transformers makes a mask, and for a window too.
+    assert counter.packed == (2 - sliding if told_by == "cu_seq_lens" else 0)
     assert_close(ours, eager, exact)
 
 
@@ -393,6 +396,59 @@ def test_compile_without_graph_break(device):
     exact = in_float64(model)(tokens, attention_mask=mask).logits[real]
     model.set_attn_implementation("eager")
     assert_close(ours, model(tokens, attention_mask=mask).logits[real], exact)
+
+
+class KernelLog(TorchDispatchMode):
+    """The kernels that calls of fa::forward take."""
+
+    def __enter__(self):
+        self.kernels = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.fa.forward.default:
+            query, key, value, mask = args[:4]
+            self.kernels.append(torch.ops.fa.forward_kernel(query, key, value, mask))
+        return op(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_compiled_decode_from_a_static_cache(device):
+    """One graph for every step; the mask says how much of the cache is filled, on the device, and
+    on CUDA the kernel that reads no more than that takes it."""
+    model = tiny_model(device)
+    tokens, mask = padded_batch(device, "left", LENGTHS[0])
+    steps = torch.randint(1, 97, (3, 4), device=device)
+
+    def logits(model, step):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        model(tokens, attention_mask=mask, past_key_values=cache)
+        seen, found = mask, []
+        for token in steps.split(1, dim=1):
+            seen = torch.cat([seen, torch.ones_like(token)], dim=1)
+            position_ids = seen.sum(1, keepdim=True) - 1
+            found.append(step(token, seen, position_ids, cache))
+        return torch.cat(found, dim=1)
+
+    def step_of(model):
+        def step(token, seen, position_ids, cache):
+            padded = torch.nn.functional.pad(seen, (0, 64 - seen.shape[1]))
+            return model(
+                token, attention_mask=padded, position_ids=position_ids, past_key_values=cache
+            ).logits
+
+        return step
+
+    exact, eager = (logits(m, step_of(m)) for m in (in_float64(model), model))
+    model.set_attn_implementation("fa_ext")
+    compiled = torch.compile(step_of(model), fullgraph=True, backend="aot_eager", dynamic=True)
+    assert_close(logits(model, compiled), eager, exact)
+    if device == "cuda":
+        with KernelLog() as log:
+            logits(model, step_of(model))
+        decoding = log.kernels[model.config.num_hidden_layers :]
+        assert len(decoding) == 4 * model.config.num_hidden_layers
+        assert all(kernel.startswith("decode") for kernel in decoding), decoding
 
 
 # The attention function alone, against transformers' own "sdpa".

@@ -56,15 +56,23 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
 
   const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
   if (in_cluster) cluster_arrive();  // waited for by store_in_cluster
-  const bool asks_memory = p.cache.seqlens != nullptr || p.mask != nullptr;  // for its keys
+  const bool asks_memory =           // which keys there are
+      p.cache.seqlens != nullptr || p.mask != nullptr || p.cache.block_table != nullptr;
   if (asks_memory) wait_for_kernels_before();
+  const int* table = ask_for_table<Config>(p, smem);
   RowTile t = row_tile<Config>(p, prepared);
   if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
   const TileRange tiles = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
-  if (!asks_memory) wait_for_kernels_before();
+  const KvLoader<Config> loader(p, t, prepared.aligned, table);
+  wait_for_table(table);
+  if (!asks_memory) {
+#pragma unroll 1
+    for (int s = 0; prepared.prefetch && s < min(kStages - 1, tiles.end - tiles.begin); ++s)
+      loader.prefetch(tiles.begin + s);
+    wait_for_kernels_before();
+  }
 
   // ---- Q, and all tiles but one of the ring.
-  const KvLoader<Config> loader(p, t, prepared.aligned);
   const auto load = [&](int tile, const typename KvLoader<Config>::Pages& pages, int stage) {
     loader.load_keys(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sK));
     loader.load_values(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sV));
@@ -91,7 +99,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
 #pragma unroll
     for (int k = 0; k < kHeadDim / 16; ++k)
       ptx::ldmatrix_x4(rQ[m][k], (sQ_lane ^ (k * 32)) + m * 16 * kHeadDim * 2);
-  const float scale = p.scale == 0.f ? 1.f : fabsf(p.scale), scale_log2 = scale * kLog2E;
+  const float scale = positive_scale(p), scale_log2 = scale * kLog2E;
 
   typename Config::Output rO;
   typename Config::Softmax softmax;
@@ -139,14 +147,16 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   let_kernel_after_start();
 
   // ---- O and LSE of every warp, through the ring.
-  float lse[2 * kRowTiles];
+  float lse[2 * kRowTiles];  // of the warp's keys alone: not used
   softmax.finalize(rO, scale, lse);
+  const int rows = t.rows - t.row_begin;
   ptx::cp_async_wait_group<0>();
   __syncthreads();  // no copy to the ring is under way, and all have left it
 #pragma unroll
   for (int r = 0; r < 2 * kRowTiles; ++r) {
     const int row = row_warp * kWarpRows + lane / 4 + 8 * r;
-    if (lane % 4 == 0) smem.after.sLse[key_warp][row] = lse[r];
+    if (row >= rows) continue;
+    if (lane % 4 == 0) smem.after.sums[key_warp][row] = {softmax.row_max[r], softmax.row_sum[r]};
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d)
       *reinterpret_cast<float2*>(&smem.after.sO[key_warp][row][8 * d + 2 * (lane % 4)]) =
@@ -179,7 +189,7 @@ constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
 
 template <class Config>
 cudaError_t allow() {
-  return allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>, Config::kClusters);
+  return allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>);
 }
 
 // The CTAs of the splits of a row of tiles are a cluster.
@@ -208,13 +218,16 @@ template <class Config>
 cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
   if (const cudaError_t status = allow<Config>(); status != cudaSuccess) return status;
   const dim3 grid = grid_of<Config>(p);
+  // Half of the SMs of a GPU of 9.0, one CTA each: 10 % of 5 us with 1024 keys. With more CTAs,
+  // which start when those of the kernel before have ended, it costs 2 %.
+  const bool prefetch = Config::kLarge && int64_t{grid.x} * grid.y * grid.z <= 64;
   if (p.num_splits > 1 && p.partial_out == nullptr) {
     if (!Config::kClusters) return cudaErrorInvalidValue;
     const ClusterLaunch launch(grid, Config::kThreads, kSmemBytes<Config>, p.num_splits, stream);
-    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p));
+    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p, prefetch));
   }
   return launch_kernel(features, decode_kernel<Config>, grid, Config::kThreads, kSmemBytes<Config>,
-                       stream, p, prepare(p));
+                       stream, p, prepare(p, prefetch));
 }
 
 // Of clusters of `cluster` CTAs; 0 where the driver refuses.

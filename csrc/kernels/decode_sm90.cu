@@ -3,24 +3,27 @@
 //
 //   O = softmax(scale * Q K^T) V        LSE[m] = log sum_n exp(scale * q_m . k_n)
 //
-// Rows, splits and results are those of decode.cu. A CTA has two warpgroups and 128 or 64 rows:
+// Rows, splits and results are those of decode.cu. A CTA has two warpgroups that compute, on 128 or
+// 64 rows, and one that copies:
 //
 //   128 rows   warpgroup 0: rows 0 to 63, warpgroup 1: rows 64 to 127; both, all 128 keys of a tile
 //    64 rows   both have all rows, warpgroup g the keys 64 g to 64 g + 63 of a tile; their
 //    softmaxes
 //              and O are merged at the end
 //
-//   time ──►          tile n - 1                  tile n                      tile n + 1
-//   cp.async    K(n+1) V(n)            |  K(n+2) V(n+1)             |  K(n+3) V(n+2)
-//   wgmma       QK(n-1)   PV(n-2)      |  QK(n)   PV(n-1)           |  QK(n+1)   PV(n)
-//   softmax               of n-1       |          of n              |            of n+1
+//   time ──►
+//   warpgroup 2      cp.async   | K0 | V0 | K1 | V1 | K2 ...     waits empty, signals full
+//   warpgroup 0, 1   wgmma      QK0 |     | QK1 PV0  | QK2 PV1 ...
+//                    softmax        | of 0     | of 1     | of 2
 //
 //   shared      sQ [rows][head_dim], a ring of kStages tiles of keys and values, all in panels of
 //   64
 //               columns with 128-byte swizzle; O leaves through the ring
 //
-// All threads copy, by cp.async, since rows past a length or in pages that are not ours must arrive
-// as zeros, whatever memory holds there. A barrier for each tile makes the copies of all visible.
+// Copies are cp.async and not TMA, since rows past a length or in pages that are not ours must
+// arrive as zeros, whatever memory holds there. They have threads of their own because wgmma needs
+// a proxy fence behind them, and the fence of a thread waits for all its copies, those of later
+// tiles too.
 //
 // Needs    what DecodeParams says, head_dim up to 128, rows of query, key and value in 16-byte
 // pieces.
@@ -28,6 +31,7 @@
 
 #include "../ptx/sm90.cuh"
 #include "../tile/mma_sm90.cuh"
+#include "../tile/pipeline.cuh"
 #include "decode_store.cuh"
 #include "decode_tile.cuh"
 #include "dependent_launch.cuh"
@@ -41,11 +45,13 @@ template <int kHeadDim_, int kBlockM_, Dtype kDtype_>
 struct DecodeSm90Config {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_;
   static constexpr Dtype kDtype = kDtype_;
-  static constexpr int kThreads = 256, kRowGroups = kBlockM / 64, kKeyWarps = 2 / kRowGroups;
+  static constexpr int kThreads = 256, kCopyThreads = 128;  // that compute, that copy
+  static constexpr int kRowGroups = kBlockM / 64, kKeyWarps = 2 / kRowGroups;
   static constexpr int kBlockN = 128, kPieceN = kBlockN / kKeyWarps;  // keys of a warpgroup
   static constexpr int kStages = 384 / kHeadDim;                      // 192 KiB
-  static constexpr int kRowTiles = 1;
-  static constexpr int kOutCols = kHeadDim + 8;
+  static constexpr int kRowTiles = 1, kOutCols = kHeadDim + 8;
+  // The register file is dealt out again between those that copy and those that compute.
+  static constexpr int kCopyRegisters = 56, kComputeRegisters = 224;
 
   struct Stage {
     alignas(1024) uint16_t sK[kBlockN * kHeadDim];
@@ -56,17 +62,20 @@ struct DecodeSm90Config {
       Stage stages[kStages];
       struct {
         float sO[kKeyWarps][kBlockM][kOutCols];
-        float sLse[kKeyWarps][kBlockM];
+        attn::PartSum sums[kKeyWarps][kBlockM];
       } after;
     };
     alignas(1024) uint16_t sQ[kBlockM * kHeadDim];
+    uint64_t full_q, full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
     int first_key, end_key;  // see narrow_to_mask
+    int table[kTablePages];  // see ask_for_table
   };
   static_assert(sizeof(SharedStorage) <= 227 << 10);
 
-  using CopyKv = tile::PanelCopy<kBlockN, kHeadDim, kThreads, kPieceN>;
-  static constexpr int kCopyQThreads = kThreads;
-  using CopyQ = tile::PanelCopy<kBlockM, kHeadDim, kThreads, kBlockM>;
+  using Ring = tile::RingPosition<kStages>;
+  using CopyKv = tile::PanelCopy<kBlockN, kHeadDim, kCopyThreads, kPieceN>;
+  using CopyQ = tile::PanelCopy<kBlockM, kHeadDim, kCopyThreads, kBlockM>;
+  static constexpr int kCopyQThreads = kThreads + kCopyThreads;  // all that get to load_query
   using Output = tile::Accumulator<1, kHeadDim / 8>;
   using Scores = tile::Accumulator<1, kPieceN / 8>;
   using Softmax = attn::OnlineSoftmax<1, false>;
@@ -75,52 +84,65 @@ struct DecodeSm90Config {
 // The same value, by a warp reduction: what ptxas has to know to be the same in a warp.
 FA_DEVICE int uniform(int v) { return __reduce_max_sync(0xffffffff, v); }
 
+FA_DEVICE void wait(uint64_t& barrier, uint32_t phase) {
+  ptx::mbarrier_try_wait_parity(ptx::smem_addr(&barrier), phase);
+}
+
 template <class Config>
-FA_DEVICE void attend_sm90(const DecodeParams& p, const Prepared& prepared) {
+FA_DEVICE void init_barriers(typename Config::SharedStorage& smem) {
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(ptx::smem_addr(&smem.full_q), Config::kCopyThreads);
+    for (int s = 0; s < Config::kStages; ++s) {
+      ptx::mbarrier_init(ptx::smem_addr(&smem.full_k[s]), Config::kCopyThreads);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.full_v[s]), Config::kCopyThreads);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.empty_k[s]), Config::kThreads / 32);
+      ptx::mbarrier_init(ptx::smem_addr(&smem.empty_v[s]), Config::kThreads / 32);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // before anybody waits
+}
+
+// The warpgroup that copies.
+template <class Config>
+FA_DEVICE void copy_tiles(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
+                          const TileRange& tiles, const int* table,
+                          typename Config::SharedStorage& smem) {
+  const auto signal = [](uint64_t& barrier) {
+    ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_addr(&barrier));
+  };
+  load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.sQ));
+  signal(smem.full_q);
+  const KvLoader<Config> loader(p, t, /*rows_aligned=*/true, table);
+  typename KvLoader<Config>::Pages next_pages = loader.find_pages(tiles.begin);
+  typename Config::Ring pos;
+#pragma unroll 1
+  for (int tile = tiles.begin; tile < tiles.end; ++tile, pos.advance()) {
+    const typename KvLoader<Config>::Pages pages = next_pages;
+    next_pages = loader.find_pages(tile + 1);
+    auto& stage = smem.stages[pos.stage()];
+    wait(smem.empty_k[pos.stage()], pos.phase() ^ 1);
+    loader.load_keys(tile, pages, reinterpret_cast<unsigned char*>(stage.sK));
+    signal(smem.full_k[pos.stage()]);
+    wait(smem.empty_v[pos.stage()], pos.phase() ^ 1);
+    loader.load_values(tile, pages, reinterpret_cast<unsigned char*>(stage.sV));
+    signal(smem.full_v[pos.stage()]);
+  }
+}
+
+// The two warpgroups that compute.
+template <class Config>
+FA_DEVICE void compute(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
+                       const TileRange& range, typename Config::SharedStorage& smem) {
   constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM, kBlockN = Config::kBlockN;
-  constexpr int kStages = Config::kStages, kPieceN = Config::kPieceN;
+  constexpr int kPieceN = Config::kPieceN;
   constexpr Dtype kDtype = Config::kDtype;
-  extern __shared__ __align__(1024) unsigned char smem_raw[];
-  auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
+  using Ring = typename Config::Ring;
+  const TileRange tiles = {uniform(range.begin), uniform(range.end)};
   const int lane = ptx::lane_id(), warpgroup = uniform(threadIdx.x / 128);
   const int row_group = warpgroup / Config::kKeyWarps, key_group = warpgroup % Config::kKeyWarps;
   const int warp_row = row_group * 64 + threadIdx.x / 32 % 4 * 16;
-
-  const bool asks_memory = p.cache.seqlens != nullptr || p.mask != nullptr;  // for its keys
-  if (asks_memory) wait_for_kernels_before();
-  RowTile t = row_tile<Config>(p, prepared);
-  if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
-  const TileRange range = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
-  const TileRange tiles = {uniform(range.begin), uniform(range.end)};
-  if (!asks_memory) wait_for_kernels_before();
-
-  // ---- Q, the keys of all tiles but one of the ring, and the values of all but two.
-  const KvLoader<Config> loader(p, t, /*rows_aligned=*/true);
-  using Pages = typename KvLoader<Config>::Pages;
-  const auto load_keys = [&](int tile, const Pages& pages, int stage) {
-    if (tile < tiles.end)
-      loader.load_keys(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sK));
-  };
-  const auto load_values = [&](int tile, const Pages& pages, int stage) {
-    if (tile < tiles.end)
-      loader.load_values(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sV));
-  };
-  load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.sQ));
-  Pages pages = loader.find_pages(tiles.begin), pages_before = pages;
-#pragma unroll 1
-  for (int s = 0; s < kStages - 1; ++s) {
-    load_keys(tiles.begin + s, pages, s);
-    if (s > 0) load_values(tiles.begin + s - 1, pages_before, s - 1);
-    ptx::cp_async_commit_group();
-    pages_before = pages;
-    pages = loader.find_pages(tiles.begin + s + 1);
-  }
-  if (p.scale <= 0.f) {
-    ptx::cp_async_wait_group<kStages - 2>();
-    __syncthreads();  // Q has landed for all
-    fold_scale<Config>(smem.sQ, p.scale);
-  }
-  const float scale = p.scale == 0.f ? 1.f : fabsf(p.scale), scale_log2 = scale * kLog2E;
+  const float scale_log2 = p.scale * kLog2E;
 
   typename Config::Output rO;
   typename Config::Scores rS;
@@ -135,40 +157,27 @@ FA_DEVICE void attend_sm90(const DecodeParams& p, const Prepared& prepared) {
       ptx::matrix_descriptor(ptx::smem_addr(smem.stages[0].sK) + key_group * kPartBytes, 0);
   const uint64_t desc_v = ptx::matrix_descriptor(
       ptx::smem_addr(smem.stages[0].sV) + key_group * kPartBytes, kPieceN * tile::kPanelRowBytes);
-  const auto pin_all = [&] {
+
+  Ring pos;
+  const auto release = [](uint64_t& barrier) {  // once for each warp, after its reads
+    if (ptx::elect_sync()) ptx::mbarrier_arrive(ptx::smem_addr(&barrier));
+  };
+  const auto enqueue_qk = [&] {
     tile::pin(rS);
     tile::pin(rP);
     tile::pin(rO);
-  };
-
-  // ---- Main loop: the softmax of a tile, while P V of the one before runs.
-  int stage = 0, stage_before = kStages - 1;
-  const auto open_tile = [&] {
-    ptx::cp_async_wait_group<kStages - 2>();
-    ptx::fence_proxy_async();  // the thread's copies, to wgmma
-    __syncthreads();  // keys of this tile and values of the one before have landed for all; all
-                      // have left the keys of the one before, and the values of the one before that
-    pin_all();
     ptx::wgmma_fence();
-    tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS, desc_q, desc_k + stage * kStageStep);
+    tile::wgmma_qk<kDtype, kHeadDim, kBlockM>(rS, desc_q, desc_k + pos.stage() * kStageStep);
     ptx::wgmma_commit_group();
   };
-  // Behind the products, which run meanwhile.
-  const auto load_ahead = [&](int tile) {
-    load_keys(tile + kStages - 1, pages, stage_before);
-    load_values(tile + kStages - 2, pages_before,
-                stage_before == 0 ? kStages - 1 : stage_before - 1);
-    ptx::cp_async_commit_group();
-    pages_before = pages;
-    pages = loader.find_pages(tile + kStages);
-  };
-  const auto enqueue_pv = [&] {
-    tile::wgmma_pv<kDtype>(rO, rP, desc_v + stage_before * kStageStep);
+  const auto enqueue_pv = [&](Ring at) {
+    tile::wgmma_pv<kDtype>(rO, rP, desc_v + at.stage() * kStageStep);
     ptx::wgmma_commit_group();
   };
   float alpha[Config::Softmax::kRows];
   const auto exponentiate = [&](int tile) {  // whether O has to follow, by alpha
     tile::pin(rS);
+    release(smem.empty_k[pos.stage()]);
     const int key = tile * kBlockN + key_group * kPieceN;
     if (key < t.full_first || key + kPieceN > t.full_end)
       hide<Config>(rS, p, prepared, t, warp_row, key);
@@ -177,36 +186,41 @@ FA_DEVICE void attend_sm90(const DecodeParams& p, const Prepared& prepared) {
     softmax.exponentiate(rS, scale_log2);
     return outgrown;
   };
-  const auto close_tile = [&] {
-    tile::pack_operand_a<kDtype>(rP, rS);
-    stage_before = stage;
-    stage = stage == kStages - 1 ? 0 : stage + 1;
+  // Copies have landed, and are known here; wgmma reads through another proxy.
+  const auto wait_for = [&](uint64_t& barrier, uint32_t phase) {
+    wait(barrier, phase);
+    ptx::fence_proxy_async();
   };
   if (tiles.begin < tiles.end) {
-    open_tile();
-    load_ahead(tiles.begin);
+    wait(smem.full_q, 0);
+    wait_for(smem.full_k[pos.stage()], pos.phase());
+    enqueue_qk();
     ptx::wgmma_wait_group<0>();
     exponentiate(tiles.begin);
-    close_tile();
+    tile::pack_operand_a<kDtype>(rP, rS);
+    // The softmax of a tile, while P V of the one before runs.
 #pragma unroll 1
     for (int tile = tiles.begin + 1; tile < tiles.end; ++tile) {
-      open_tile();
-      enqueue_pv();
-      load_ahead(tile);
+      const Ring before = pos;
+      pos.advance();
+      wait(smem.full_v[before.stage()], before.phase());
+      wait_for(smem.full_k[pos.stage()], pos.phase());
+      enqueue_qk();
+      enqueue_pv(before);
       ptx::wgmma_wait_group<1>();
       const bool outgrown = exponentiate(tile);
       ptx::wgmma_wait_group<0>();
       tile::pin(rP);
       tile::pin(rO);
+      release(smem.empty_v[before.stage()]);
       if (outgrown) softmax.scale_output(rO, alpha);
-      close_tile();
+      tile::pack_operand_a<kDtype>(rP, rS);
     }
-    ptx::cp_async_wait_group<0>();
-    ptx::fence_proxy_async();
-    __syncthreads();  // the values of the last tile have landed for all
-    pin_all();
+    wait_for(smem.full_v[pos.stage()], pos.phase());
+    tile::pin(rP);
+    tile::pin(rO);
     ptx::wgmma_fence();
-    enqueue_pv();
+    enqueue_pv(pos);
     ptx::wgmma_wait_group<0>();
     tile::pin(rO);
   }
@@ -215,28 +229,43 @@ FA_DEVICE void attend_sm90(const DecodeParams& p, const Prepared& prepared) {
   let_kernel_after_start();
 
   // ---- O and LSE of every warp, through the ring.
-  float lse[2];
-  softmax.finalize(rO, scale, lse);
-  __syncthreads();  // all have left the ring
+  float lse[2];  // of the warp's keys alone: not used
+  softmax.finalize(rO, p.scale, lse);
+  ptx::bar_sync(1, Config::kThreads);  // both have left the ring
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = warp_row + lane / 4 + 8 * r;
-    if (lane % 4 == 0) smem.after.sLse[key_group][row] = lse[r];
+    if (lane % 4 == 0) smem.after.sums[key_group][row] = {softmax.row_max[r], softmax.row_sum[r]};
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d)
       *reinterpret_cast<float2*>(&smem.after.sO[key_group][row][8 * d + 2 * (lane % 4)]) =
           make_float2(rO.x[0][d][2 * r], rO.x[0][d][2 * r + 1]);
   }
-  __syncthreads();  // O of all warps is there
+  ptx::bar_sync(1, Config::kThreads);  // O of all warps is there
   store<Config>(p, prepared, t, smem);
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads + Config::kCopyThreads, 1)
     decode_sm90_kernel(const __grid_constant__ DecodeParams p,
                        const __grid_constant__ Prepared prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  attend_sm90<Config>(p, prepared);
+  extern __shared__ __align__(1024) unsigned char smem_raw[];
+  auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
+  init_barriers<Config>(smem);
+  wait_for_kernels_before();
+  const int* table = ask_for_table<Config>(p, smem);
+  RowTile t = row_tile<Config>(p, prepared);
+  if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
+  const TileRange tiles = tiles_of_split(t, Config::kBlockN, blockIdx.y, prepared.splits);
+  wait_for_table(table);
+  if (ptx::warpgroup_id() == 2) {
+    ptx::setmaxnreg_dec<Config::kCopyRegisters>();
+    copy_tiles<Config>(p, prepared, t, tiles, table, smem);
+  } else {
+    ptx::setmaxnreg_inc<Config::kComputeRegisters>();
+    compute<Config>(p, prepared, t, tiles, smem);
+  }
 #endif
 }
 
@@ -257,7 +286,7 @@ DecodeShape describe_decode_sm90(int head_dim, int rows) {
   DecodeShape shape{};
   decode::dispatch_tile_sm90(head_dim, rows, [&](auto d, auto m) {
     using Config = decode::DecodeSm90Config<d(), m(), Dtype::kFloat16>;
-    shape = {{Config::kBlockM, Config::kBlockN, Config::kThreads,
+    shape = {{Config::kBlockM, Config::kBlockN, Config::kThreads + Config::kCopyThreads,
               int{sizeof(typename Config::SharedStorage)}},
              Config::kHeadDim};
     return cudaSuccess;
@@ -277,8 +306,8 @@ cudaError_t launch_decode_sm90(const DecodeParams& p, cudaStream_t stream) {
         return allowed;
       }
       return launch_kernel(LaunchFeatures::kSm90, decode::decode_sm90_kernel<Config>,
-                           decode::grid_of<Config>(p), Config::kThreads, kBytes, stream, p,
-                           decode::prepare(p));
+                           decode::grid_of<Config>(p), Config::kThreads + Config::kCopyThreads,
+                           kBytes, stream, p, decode::prepare(p));
     });
   });
   if (status != cudaSuccess || p.num_splits == 1) return status;

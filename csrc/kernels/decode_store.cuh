@@ -26,18 +26,19 @@ FA_DEVICE void store_row(uint16_t* gO, const float (&x)[8], int columns, bool al
 // 8 columns of a row of the tile, merged from those of the key warps.
 struct MergedRow {
   float x[8];
-  float lse;
+  attn::PartSum part;
 };
 template <class Config>
-FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int row, int col) {
-  float max_lse = -INFINITY, sum = 0.f;
+FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int row, int col,
+                                float scale_log2) {
+  float max = -INFINITY, sum = 0.f;
 #pragma unroll
-  for (int w = 0; w < Config::kKeyWarps; ++w) max_lse = fmaxf(max_lse, smem.after.sLse[w][row]);
-  const float reference = attn::merge_reference(max_lse);
+  for (int w = 0; w < Config::kKeyWarps; ++w) max = fmaxf(max, smem.after.sums[w][row].max);
+  const float reference = attn::merge_reference(max);
   MergedRow merged{};
 #pragma unroll
   for (int w = 0; w < Config::kKeyWarps; ++w) {
-    const float weight = attn::merge_weight(smem.after.sLse[w][row], reference);
+    const float weight = attn::merge_weight(smem.after.sums[w][row], reference, scale_log2);
     const auto* x = reinterpret_cast<const float4*>(&smem.after.sO[w][row][col]);
     const float4 low = x[0], high = x[1];
     const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -48,7 +49,7 @@ FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int 
   const float inverse = attn::merge_inverse(sum);
 #pragma unroll
   for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
-  merged.lse = attn::merge_lse(reference, sum);
+  merged.part = {reference, sum};
   return merged;
 }
 
@@ -68,10 +69,10 @@ FA_DEVICE void store_columns(const DecodeParams& p, const Prepared& prepared, co
     auto* gPart = reinterpret_cast<float4*>(p.partial_out + part * Config::kHeadDim + col);
     gPart[0] = make_float4(merged.x[0], merged.x[1], merged.x[2], merged.x[3]);
     gPart[1] = make_float4(merged.x[4], merged.x[5], merged.x[6], merged.x[7]);
-    if (col == 0) p.partial_lse[part] = merged.lse;
+    if (col == 0) reinterpret_cast<attn::PartSum*>(p.partial_sums)[part] = merged.part;
     return;
   }
-  if (col == 0) p.lse[out_row] = merged.lse;
+  if (col == 0) p.lse[out_row] = attn::merge_lse(merged.part, positive_scale(p));
   if (col < p.head_dim) {
     uint16_t* gO = static_cast<uint16_t*>(p.out) + t.batch_idx * p.out_stride[0] +
                    head * p.out_stride[1] + token * p.out_stride[2] + col;
@@ -92,10 +93,12 @@ FA_DEVICE void store(const DecodeParams& p, const Prepared& prepared, const RowT
   constexpr int kPieces = Config::kHeadDim / 8;
   const int pieces = count_pieces<Config>(t);
   const Target target = p.num_splits > 1 ? Target::kPartial : Target::kOut;
+  const float scale_log2 = positive_scale(p) * kLog2E;
 #pragma unroll 1
   for (int i = threadIdx.x; i < pieces; i += Config::kThreads) {
     const int row = i / kPieces, col = i % kPieces * 8;
-    store_columns<Config>(p, prepared, t, row, col, merge_warps<Config>(smem, row, col), target);
+    store_columns<Config>(p, prepared, t, row, col, merge_warps<Config>(smem, row, col, scale_log2),
+                          target);
   }
 }
 
@@ -107,30 +110,31 @@ FA_DEVICE void store_in_cluster(const DecodeParams& p, const Prepared& prepared,
                                 typename Config::SharedStorage& smem) {
   constexpr int kPieces = Config::kHeadDim / 8;
   const int pieces = count_pieces<Config>(t), splits = p.num_splits, split = blockIdx.y;
+  const float scale_log2 = positive_scale(p) * kLog2E;
   cluster_wait();
 #pragma unroll 1
   for (int i = threadIdx.x; i < pieces; i += Config::kThreads) {
-    const MergedRow merged = merge_warps<Config>(smem, i / kPieces, i % kPieces * 8);
+    const MergedRow merged = merge_warps<Config>(smem, i / kPieces, i % kPieces * 8, scale_log2);
     const int slot = prepared.splits.quotient(i), to = i - slot * splits;
     const int at = slot * splits + split;
     auto* x = reinterpret_cast<float4*>(in_cta(smem.parts.x[at], to));
     x[0] = make_float4(merged.x[0], merged.x[1], merged.x[2], merged.x[3]);
     x[1] = make_float4(merged.x[4], merged.x[5], merged.x[6], merged.x[7]);
-    *in_cta(&smem.parts.lse[at], to) = merged.lse;
+    *in_cta(&smem.parts.sums[at], to) = merged.part;
   }
   cluster_arrive();
   cluster_wait();  // the parts of all splits are here, and nobody writes to a CTA that has ended
 #pragma unroll 1
   for (int slot = threadIdx.x; slot * splits + split < pieces; slot += Config::kThreads) {
     const int i = slot * splits + split, first = slot * splits;
-    float max_lse = -INFINITY, sum = 0.f;
+    float max = -INFINITY, sum = 0.f;
 #pragma unroll 1
-    for (int s = 0; s < splits; ++s) max_lse = fmaxf(max_lse, smem.parts.lse[first + s]);
-    const float reference = attn::merge_reference(max_lse);
+    for (int s = 0; s < splits; ++s) max = fmaxf(max, smem.parts.sums[first + s].max);
+    const float reference = attn::merge_reference(max);
     MergedRow merged{};
 #pragma unroll 1
     for (int s = 0; s < splits; ++s) {
-      const float weight = attn::merge_weight(smem.parts.lse[first + s], reference);
+      const float weight = attn::merge_weight(smem.parts.sums[first + s], reference, scale_log2);
       sum += weight;
 #pragma unroll
       for (int e = 0; e < 8; ++e) merged.x[e] += weight * smem.parts.x[first + s][e];
@@ -138,7 +142,7 @@ FA_DEVICE void store_in_cluster(const DecodeParams& p, const Prepared& prepared,
     const float inverse = attn::merge_inverse(sum);
 #pragma unroll
     for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
-    merged.lse = attn::merge_lse(reference, sum);
+    merged.part = {reference, sum};
     store_columns<Config>(p, prepared, t, i / kPieces, i % kPieces * 8, merged, Target::kOut);
   }
 }

@@ -3,6 +3,7 @@
 #pragma once
 #include <type_traits>
 
+#include "../attn/merge.cuh"
 #include "../attn/paged_kv.cuh"
 #include "../attn/scheduler.cuh"
 #include "../attn/softmax.cuh"
@@ -34,7 +35,7 @@ constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
   return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, /*stages=*/3};
 }
 
-constexpr int kMaxCluster = 16;  // more than 8 need leave, see launch_config
+constexpr int kTablePages = 512;  // of a sequence, in shared memory
 
 // What the host finds out for all CTAs.
 struct Prepared {
@@ -43,6 +44,7 @@ struct Prepared {
   attn::FastDivide splits;  // num_splits
   bool aligned;             // rows of query, key and value come in pieces of 16 bytes
   bool out_aligned;         // those of out too
+  bool prefetch;            // the kernel before leaves room for this one to start beside it
 };
 
 inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
@@ -50,14 +52,16 @@ inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
          stride[1] % 8 == 0 && stride[2] % 8 == 0;
 }
 
-inline Prepared prepare(const DecodeParams& p) {
+inline Prepared prepare(const DecodeParams& p, bool prefetch = false) {
   const bool whole = p.head_dim % 8 == 0;
-  return {attn::FastDivide(p.heads_k), attn::FastDivide(p.heads_q / p.heads_k),
+  return {attn::FastDivide(p.heads_k),
+          attn::FastDivide(p.heads_q / p.heads_k),
           attn::FastDivide(p.num_splits),
           (whole || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
               in_pieces(p.cache.key, p.cache.key_stride) &&
               in_pieces(p.cache.value, p.cache.value_stride),
-          whole && in_pieces(p.out, p.out_stride)};
+          whole && in_pieces(p.out, p.out_stride),
+          prefetch};
 }
 
 template <class Config>
@@ -91,7 +95,7 @@ struct DecodeConfig {
   static constexpr int kParts = kBlockM * kHeadDim / 8 + kMaxCluster;
   struct Parts {
     float x[kParts][8];
-    float lse[kParts];
+    attn::PartSum sums[kParts];
   };
   struct NoParts {};
   struct SharedStorage {
@@ -103,11 +107,12 @@ struct DecodeConfig {
       } before;
       struct {
         float sO[kKeyWarps][kBlockM][kOutCols];
-        float sLse[kKeyWarps][kBlockM];
+        attn::PartSum sums[kKeyWarps][kBlockM];
       } after;
     };
     alignas(16) std::conditional_t<kClusters, Parts, NoParts> parts;  // see store_in_cluster
     int first_key, end_key;                                           // see narrow_to_mask
+    int table[kTablePages];                                           // see ask_for_table
   };
   static_assert(sizeof(SharedStorage) <= (kLarge ? 227 << 10 : 99 << 10));
   static_assert(sizeof(uint16_t[kBlockM][kHeadDim]) <= sizeof(Stage));
@@ -119,6 +124,11 @@ struct DecodeConfig {
   using Scores = tile::Accumulator<kRowTiles, kPieceN / 8>;   // [kWarpRows][kPieceN]
   using Softmax = attn::OnlineSoftmax<kRowTiles, false>;
 };
+
+// The main loop's: see fold_scale.
+FA_DEVICE float positive_scale(const DecodeParams& p) {
+  return p.scale == 0.f ? 1.f : fabsf(p.scale);
+}
 
 // The rows of a CTA and the keys that they see.
 struct RowTile {
@@ -237,6 +247,25 @@ FA_DEVICE TileRange tiles_of_split(const RowTile& t, int block_n, int split,
   return {begin, begin + each + (split < more)};
 }
 
+// The row of the block table of the CTA's sequence: in shared memory, where it fits, since a load
+// for each tile would come behind that of the length, and the keys behind both.
+template <class Config>
+FA_DEVICE const int* ask_for_table(const DecodeParams& p, typename Config::SharedStorage& smem) {
+  if (p.cache.block_table == nullptr) return nullptr;
+  const int* row = p.cache.block_table + blockIdx.z * p.cache.block_table_stride;
+  const int pages = ((p.cache.capacity - 1) >> p.cache.page_shift) + 1;
+  if (pages > kTablePages) return row;
+  for (int i = threadIdx.x; i < pages; i += Config::kThreads)
+    ptx::cp_async_ca_4(ptx::smem_addr(&smem.table[i]), row + i, /*valid=*/true);
+  return smem.table;
+}
+FA_DEVICE void wait_for_table(const int* table) {
+  if (table == nullptr) return;
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
+  __syncthreads();  // all of it is there
+}
+
 // 16 bytes of a row whose elements start anywhere, columns past head_dim as zeros. For the caches
 // and queries that cp.async cannot take: rare, so it is written to be small.
 FA_DEVICE void copy_elements(unsigned char* target, const uint16_t* source, int columns) {
@@ -255,8 +284,10 @@ struct KvLoader {
     int index[Copy::kSteps];
   };
 
-  FA_DEVICE KvLoader(const DecodeParams& params, const RowTile& row_tile, bool rows_aligned)
-      : p(params), t(row_tile), aligned(rows_aligned) {}
+  // pages_of_sequence: its row of the block table, or null without one.
+  FA_DEVICE KvLoader(const DecodeParams& params, const RowTile& row_tile, bool rows_aligned,
+                     const int* pages_of_sequence)
+      : p(params), t(row_tile), aligned(rows_aligned), table(pages_of_sequence) {}
 
   FA_DEVICE int key_of_step(int tile, int i) const {
     return tile * Config::kBlockN + Copy::row(ptx::thread_index_again()) + i * Copy::kRowStep;
@@ -268,9 +299,25 @@ struct KvLoader {
 #pragma unroll
     for (int i = 0; i < Copy::kSteps; ++i) {
       const int key = key_of_step(tile, i);
-      pages.index[i] = visible(key) ? attn::page_of(p.cache, t.batch_idx, key) : 0;
+      pages.index[i] = visible(key) ? page_of(key) : 0;
     }
     return pages;
+  }
+
+  // Asks L2 for a tile of a cache without pages. No value is taken, so that kernels before this one
+  // may still be writing them.
+  FA_DEVICE void prefetch(int tile) const {
+    const int chunk = threadIdx.x % 8, line = chunk % 4;  // of keys, from 4 on of values
+    if (line >= Copy::kLines || line * 64 >= p.head_dim) return;
+    const void* tensor = chunk < 4 ? p.cache.key : p.cache.value;
+    const auto& stride = chunk < 4 ? p.cache.key_stride : p.cache.value_stride;
+    const uint16_t* source = static_cast<const uint16_t*>(tensor) + t.batch_idx * stride[0] +
+                             t.kv_head_idx * stride[1] + line * 64;
+#pragma unroll
+    for (int i = 0; i < Copy::kSteps; ++i) {
+      const int key = key_of_step(tile, i);
+      if (visible(key)) ptx::prefetch_global_l2(source + key * stride[2]);
+    }
   }
 
   // Rows of one tile of keys, or of values, to `target` in shared memory.
@@ -294,7 +341,7 @@ struct KvLoader {
       for (int i = 0; i < Copy::kSteps; ++i) {
         const int key = key_of_step(tile, i);
         // Not pages.index[i]: an index found at run time would move the array to local memory.
-        const int64_t page = visible(key) ? attn::page_of(p.cache, t.batch_idx, key) : 0;
+        const int64_t page = visible(key) ? page_of(key) : 0;
         const uint16_t* row =
             source + page * stride[0] + int64_t{attn::row_in_page(p.cache, key)} * stride[2];
 #pragma unroll 1
@@ -318,9 +365,14 @@ struct KvLoader {
     }
   }
 
+  FA_DEVICE int page_of(int key) const {
+    return table == nullptr ? t.batch_idx : table[key >> p.cache.page_shift];
+  }
+
   const DecodeParams& p;
   const RowTile& t;
   const bool aligned;
+  const int* const table;
 };
 
 template <class Config>

@@ -101,9 +101,11 @@ struct DecodeShape {
 // rows: seqlen_q times the query heads of a group. More than block_m take several CTAs.
 DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features);
 // How many clusters of num_splits CTAs run at once on the current device; 0 where the kernel does
-// not merge in clusters or they are too large. Asks the driver once and then knows.
+// not merge in clusters or they are too large: one of 8 starts later than its merging saves. Asks
+// the driver once and then knows.
+constexpr int kMaxCluster = 4;
 int decode_clusters(int head_dim, int rows, int num_splits, LaunchFeatures features);
-// batch is at most 65535, num_splits too, heads_k * ceil(rows / block_m) at most 2^31 - 1.
+// batch is at most 65535, num_splits 128, heads_k * ceil(rows / block_m) at most 2^31 - 1.
 cudaError_t launch_decode(const DecodeParams& params, LaunchFeatures features, cudaStream_t stream);
 // The same on Hopper (wgmma, sm_90a): head_dim up to 128, rows of query, key and value in 16-byte
 // pieces, also where head_dim is no multiple of 8.

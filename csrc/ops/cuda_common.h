@@ -172,9 +172,9 @@ inline at::Tensor allocate_parts(DecodeParams& params, const DecodeChoice& choic
   const int64_t parts =
       int64_t{params.batch} * params.heads_q * params.seqlen_q * params.num_splits;
   at::Tensor scratch(
-      at::detail::empty_cuda({parts * (cols + 1)}, at::kFloat, device, std::nullopt));
+      at::detail::empty_cuda({parts * (cols + 2)}, at::kFloat, device, std::nullopt));
   params.partial_out = scratch.mutable_data_ptr<float>();
-  params.partial_lse = params.partial_out + parts * cols;
+  params.partial_sums = params.partial_out + parts * cols;
   return scratch;
 }
 

@@ -35,7 +35,8 @@ inline DecodeChoice choose_decode(const DecodeParams& p, const Device& device) {
   const bool pieces = (p.head_dim % 8 == 0 || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
                       in_pieces(p.cache.key, p.cache.key_stride) &&
                       in_pieces(p.cache.value, p.cache.value_stride);
-  if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && pieces) {
+  if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && p.scale > 0.f &&
+      pieces) {
     return {true, describe_decode_sm90(p.head_dim, rows)};
   }
 #endif
@@ -51,11 +52,11 @@ inline int invariant_splits(int64_t rows, int64_t keys) {
   return static_cast<int>(std::clamp<int64_t>((keys + 511) / 512, 1, most));
 }
 
-// Whether so many splits can be a cluster: all clusters have to run at once, since of an SM they
-// leave more idle than single CTAs do.
+// Whether so many splits can be a cluster. All have to run at once: of the SMs they leave more idle
+// than single CTAs do.
 inline bool merges_in_cluster(const DecodeChoice& choice, const DecodeParams& p, int64_t splits,
                               const Device& device) {
-  if (choice.hopper || splits == 1 || splits > 16) return false;
+  if (choice.hopper || splits == 1 || splits > kMaxCluster) return false;
   const int rows = static_cast<int>(rows_of(p));
   const int64_t tiles = (rows + choice.shape.kernel.block_m - 1) / choice.shape.kernel.block_m;
   const int64_t clusters = int64_t{p.batch} * p.heads_k * tiles;
@@ -65,18 +66,18 @@ inline bool merges_in_cluster(const DecodeChoice& choice, const DecodeParams& p,
 
 // The number of splits of `keys` with the least estimated time on an H200; other devices differ by
 // a factor, mostly. Units are microseconds: a tile takes its time alone, or its share of the
-// memory's bandwidth when as many CTAs run as there are SMs; a CTA starts and ends, and so does a
-// merge.
+// memory's bandwidth when as many CTAs run as there are SMs, and near both, more than either; a CTA
+// starts and ends, and so does a merge. Fitted to the times of 1 to 64 splits of nine problems.
 inline void choose_splits(DecodeChoice& choice, const DecodeParams& p, int64_t keys,
                           const Device& device) {
   const KernelShape& tile = choice.shape.kernel;
   const int cols = choice.shape.cols_rounded;
   const int64_t rows = rows_of(p), heads = int64_t{p.batch} * p.heads_k;
-  constexpr double kBytesPerUs = 4.5e6, kStart = 1.0, kMerge = 1.6, kMergeInCluster = 0.6,
+  constexpr double kBytesPerUs = 4.5e6, kStart = 2.2, kMerge = 2.3, kMergeInCluster = 1.1,
                    kMergeBytesPerUs = 3e6;
   const double tile_bytes = 4.0 * tile.block_n * cols;
   const double alone = tile_bytes / 65536 *
-                       (tile.block_m <= 32   ? 1.2
+                       (tile.block_m <= 32   ? 1.1
                         : choice.hopper      ? tile.block_m == 64 ? 1.2 : 1.6
                         : tile.block_m == 64 ? 2.2
                                              : 3.9);
@@ -84,7 +85,9 @@ inline void choose_splits(DecodeChoice& choice, const DecodeParams& p, int64_t k
   const int64_t tiles = std::max<int64_t>((keys + tile.block_n - 1) / tile.block_n, 1);
   const int64_t sms = std::max(device.num_sms, 1);
   const auto tile_us = [&](int64_t running) {
-    return std::max(alone, static_cast<double>(running) * tile_bytes / kBytesPerUs);
+    const double share = static_cast<double>(running) * tile_bytes / kBytesPerUs;
+    const double a = alone * alone, b = share * share;
+    return std::sqrt(std::sqrt(a * a + b * b));
   };
   const int64_t most = std::min({tiles, kMaxSplits, std::max<int64_t>(1, 4 * sms / ctas_each)});
   double least = 0;
@@ -167,13 +170,15 @@ inline const char* reason_to_decode(const FwdParams& p, const Device& device) {
   if (p.batch > kMaxGrid || p.heads_q > kMaxGrid) return nullptr;
   const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q * group;
   if (int64_t{p.seqlen_q} * p.heads_q > kMaxSeqlen) return nullptr;
-  if (rows <= 32) return "few queries";
-  const int64_t heads = int64_t{p.batch} * p.heads_q;
-  if (rows <= 128 && (group > 1 || heads < device.num_sms)) return "few queries";
+  const int64_t heads = int64_t{p.batch} * p.heads_q, keys = visible_keys(p);
+  // Without a group both read the same, and the forward kernels overlap the end of a tile with the
+  // start of the next.
+  if (group == 1 && heads >= device.num_sms && (p.seqlen_q > 16 || keys <= 512)) return nullptr;
+  if (rows <= 128) return "few queries";
   // A chunk of queries beside many more keys: the tiles of the forward kernels, of 128 rows and all
   // keys, would leave most of the GPU idle.
   const int64_t tiles = heads * ((p.seqlen_q + 127) / 128);
-  if (2 * tiles <= device.num_sms && visible_keys(p) >= 4 * std::max(p.seqlen_q, 512)) {
+  if (2 * tiles <= device.num_sms && keys >= 4 * std::max(p.seqlen_q, 512)) {
     return "few tiles of queries, many keys";
   }
   return nullptr;

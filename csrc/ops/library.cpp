@@ -35,7 +35,8 @@ TORCH_LIBRARY(fa, m) {
       "(Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag, at::Tag::needs_exact_strides});
   // Which kernel forward takes for these arguments on this device, with its tile (query rows x keys
-  // of a block), and why: "fwd_sm80 128x64: scale is not positive". Launches nothing.
+  // of a block), and why: "fwd_sm80 128x64: scale is not positive", "decode 16x128, 16 splits: few
+  // queries". Launches nothing.
   m.def(
       "forward_kernel(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "bool is_causal=False, float? scale=None, *, SymInt window_left=-1, "

@@ -49,7 +49,8 @@ struct TileCopy {
 };
 
 // The same into panels of 64 columns, as wgmma wants its operands: a tile of [kPanelRows][kCols]
-// after the other, each [kCols / 64][kPanelRows][64] with 128-byte swizzle.
+// after the other, each [kCols / 64][kPanelRows][64] with 128-byte swizzle. The threads are those
+// of any range of the CTA whose first index is a multiple of kThreads.
 template <int kRows, int kCols, int kThreads, int kPanelRows>
 struct PanelCopy {
   static constexpr int kLines = kCols / 64;
@@ -58,7 +59,7 @@ struct PanelCopy {
   static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "row & 7 is the same in every step");
   static_assert(kPanelRows % kRowStep == 0 && kRows % kPanelRows == 0);
 
-  static FA_DEVICE int row(int thread) { return thread / 8; }
+  static FA_DEVICE int row(int thread) { return thread % kThreads / 8; }
   static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
   static FA_DEVICE uint32_t smem_offset(int thread) { return swizzle<64>(row(thread), thread % 8); }
   static constexpr uint32_t offset(int i, int line) {
