@@ -92,7 +92,7 @@ def with_sm90a(reason: str | None) -> bool:
 
 def extension(reason: str | None):
     """The one extension module, _C; with `reason` it has the CPU backend only."""
-    host_files = ("library", "autograd", "cpu", "cpu_backward", "kvcache")
+    host_files = ("library", "autograd", "cpu", "cpu_backward", "kvcache", "override")
     sources = [f"csrc/ops/{name}.cpp" for name in host_files]
     macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
     macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]

@@ -37,13 +37,22 @@ from .interface import (  # noqa: E402
     scaled_dot_product_attention,
 )
 from .kvcache import flash_attn_with_kvcache, merge_states  # noqa: E402
+from .override import (  # noqa: E402
+    disable,
+    enable,
+    enable_as_environment_says,
+    is_enabled,
+)
 
 __version__ = "0.1.0"
 __all__ = [
     "build_info",
+    "disable",
+    "enable",
     "flash_attn_func",
     "flash_attn_with_kvcache",
     "forward_kernel",
+    "is_enabled",
     "merge_states",
     "scaled_dot_product_attention",
 ]
@@ -66,3 +75,6 @@ def build_info() -> dict:
     are no CUDA kernels (None if there are).
     """
     return {**_C.build_info(), "cpu_only_reason": CPU_ONLY_REASON}
+
+
+enable_as_environment_says()

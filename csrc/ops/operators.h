@@ -1,0 +1,33 @@
+// Typed handles of fa::forward and fa::backward, for what calls them from above the kernels.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <optional>
+#include <tuple>
+
+namespace fa {
+
+using Outputs = std::tuple<at::Tensor, at::Tensor>;
+using Forward = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                        const std::optional<at::Tensor>&, bool, std::optional<double>, c10::SymInt,
+                        c10::SymInt, bool, bool);
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Backward = Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                           const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                           const std::optional<at::Tensor>&, bool, std::optional<double>,
+                           c10::SymInt, c10::SymInt, bool, bool);
+
+inline const c10::TypedOperatorHandle<Forward>& forward_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fa::forward", "").typed<Forward>();
+  return op;
+}
+
+inline const c10::TypedOperatorHandle<Backward>& backward_op() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fa::backward", "").typed<Backward>();
+  return op;
+}
+
+}  // namespace fa
