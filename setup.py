@@ -12,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pybind11
 import torch
 from setuptools import setup
 from torch.utils.cpp_extension import (
@@ -91,7 +90,7 @@ def with_sm90a(reason: str | None) -> bool:
 
 
 def extension(reason: str | None):
-    """The one extension module, _C; with `reason` it has the CPU backend only."""
+    """The one library, _C; with `reason` it has the CPU backend only."""
     host_files = ("library", "autograd", "cpu", "cpu_backward", "kvcache", "override")
     sources = [f"csrc/ops/{name}.cpp" for name in host_files]
     macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
@@ -120,10 +119,11 @@ def extension(reason: str | None):
     return make(
         "flashattn_ext._C",
         sources,
-        include_dirs=[pybind11.get_include(), str(ROOT / "csrc")],
+        include_dirs=[str(ROOT / "csrc")],
         define_macros=macros,
         extra_compile_args=flags,
         extra_link_args=link_flags,
+        py_limited_api=True,  # no libtorch_python: it is a library for C++ programs too
     )
 
 
@@ -132,9 +132,10 @@ class Build(BuildExtension):
 
     def run(self) -> None:
         super().run()
-        folder = Path(self.get_ext_fullpath("flashattn_ext._C")).parent
+        library = Path(self.get_ext_fullpath("flashattn_ext._C"))
         text = f"TORCH_VERSION = {str(torch.__version__)!r}\nCPU_ONLY_REASON = {REASON!r}\n"
-        (folder / "_build.py").write_text(text)
+        text += f"LIBRARY = {library.name!r}\n"
+        (library.parent / "_build.py").write_text(text)
 
 
 if shutil.which(get_cxx_compiler()) is None:
@@ -151,7 +152,7 @@ print(
 setup(
     version=VERSION,
     ext_modules=[extension(REASON)],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_ext": Build.with_options(no_python_abi_suffix=True)},
     # The binary fits the torch it was built with: the same minor version.
     install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],
 )

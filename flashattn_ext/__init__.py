@@ -1,11 +1,12 @@
 """Exact attention from our own CUDA and CPU kernels, in the shape of torch's own operator."""
 
 import importlib
+from pathlib import Path
 
 import torch
 
 try:
-    from ._build import CPU_ONLY_REASON, TORCH_VERSION  # written by setup.py
+    from ._build import CPU_ONLY_REASON, LIBRARY, TORCH_VERSION  # written by setup.py
 except ModuleNotFoundError:
     raise ImportError(
         f"{__file__} is the source folder, which has no compiled module: install the package with "
@@ -26,11 +27,13 @@ def _same_binary(built: str, found: str) -> bool:
 if not _same_binary(TORCH_VERSION, torch.__version__):
     raise ImportError(
         f"flashattn_ext was built with torch {TORCH_VERSION}, found torch {torch.__version__}: "
-        "reinstall it from a checkout with `pip install setuptools ninja pybind11 && "
+        "reinstall it from a checkout with `pip install setuptools ninja && "
         "pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
 
-from . import _C  # noqa: E402
+_LIBRARY = Path(__file__).with_name(LIBRARY)
+torch.ops.load_library(str(_LIBRARY))  # defines the operators
+
 from .interface import (  # noqa: E402
     flash_attn_func,
     forward_kernel,
@@ -72,9 +75,21 @@ def build_info() -> dict:
 
     version of flashattn_ext; torch and cuda it was built with (cuda is None without); archs of the
     kernels, as in TORCH_CUDA_ARCH_LIST; with_cuda, with_sm90a; compiler; cpu_only_reason, why there
-    are no CUDA kernels (None if there are).
+    are no CUDA kernels (None if there are); library, the path of the compiled library, which C++
+    programs load too.
     """
-    return {**_C.build_info(), "cpu_only_reason": CPU_ONLY_REASON}
+    version, torch_version, cuda, archs, with_sm90a, compiler = torch.ops.fa.build_info()
+    return {
+        "version": version,
+        "torch": torch_version,
+        "cuda": cuda,
+        "archs": archs.replace(";", " ").split(),
+        "with_cuda": cuda is not None,
+        "with_sm90a": with_sm90a,
+        "compiler": compiler,
+        "cpu_only_reason": CPU_ONLY_REASON,
+        "library": str(_LIBRARY),
+    }
 
 
 enable_as_environment_says()
