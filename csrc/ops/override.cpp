@@ -15,8 +15,9 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/where.h>
+#include <ATen/ops/ne.h>
 #include <ATen/record_function.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
@@ -285,10 +286,10 @@ OptionalTensor cudnn_mask(const OptionalTensor& mask, const Tensor& query) {
   if (!mask || !mask->defined() || mask->scalar_type() != query.scalar_type()) return mask;
   Tensor values = *mask;
   for (int64_t dim = 0; dim < values.dim(); ++dim) {  // what is broadcast is read once
-    if (values.stride(dim) == 0)
-      values = values.narrow(dim, 0, std::min<int64_t>(values.size(dim), 1));
+    if (values.stride(dim) == 0 && values.size(dim) > 1) values = values.narrow(dim, 0, 1);
   }
-  values = at::where(values.eq(-65504.0), -std::numeric_limits<double>::infinity(), values);
+  // Divided by 1, or by 0: a scalar in at::where would be copied from the host first.
+  values = values.div(values.ne(-65504.0));
   return values.expand(mask->sizes());
 }
 
