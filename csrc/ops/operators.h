@@ -1,4 +1,4 @@
-// Typed handles of fa::forward and fa::backward, for what calls them from above the kernels.
+// Typed handles of our operators, for what calls them from above the kernels.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -17,6 +17,14 @@ using Backward = Gradients(const at::Tensor&, const at::Tensor&, const at::Tenso
                            const at::Tensor&, const at::Tensor&, const at::Tensor&,
                            const std::optional<at::Tensor>&, bool, std::optional<double>,
                            c10::SymInt, c10::SymInt, bool, bool);
+
+using ForwardVarlen = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                              const at::Tensor&, const at::Tensor&, bool, std::optional<double>,
+                              c10::SymInt, c10::SymInt, const std::optional<at::Tensor>&, bool);
+using BackwardVarlen = Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                 const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                 const at::Tensor&, const at::Tensor&, bool, std::optional<double>,
+                                 c10::SymInt, c10::SymInt, const std::optional<at::Tensor>&, bool);
 
 inline const c10::TypedOperatorHandle<Forward>& forward_op() {
   static const auto op =

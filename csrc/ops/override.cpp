@@ -102,10 +102,14 @@ bool takes_tensors(const Tensor& query, const Tensor& key, const Tensor& value, 
          query.size(-1) <= 256 && key.size(heads) > 0 && query.size(heads) % key.size(heads) == 0;
 }
 
+bool are_4d(const Tensor& query, const Tensor& key, const Tensor& value) {
+  return query.dim() == 4 && key.dim() == 4 && value.dim() == 4;
+}
+
 // (batch, heads, seqlen, head_dim).
 bool takes(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask,
            double dropout_p) {
-  if (query.dim() != 4 || !takes_tensors(query, key, value, 1, dropout_p)) return false;
+  if (!are_4d(query, key, value) || !takes_tensors(query, key, value, 1, dropout_p)) return false;
   if (query.size(0) != key.size(0)) return false;
   if (!mask.has_value() || !mask->defined()) return true;
   const at::ScalarType dtype = mask->scalar_type();
@@ -213,7 +217,8 @@ void override_flash(torch::Library& library, const Stock& stock, const Stock& st
 }
 
 // ------------------------------------------------------------------------------------------------
-// aten::_flash_attention_forward: (batch, seqlen, heads, head_dim), bottom-right, with windows
+// aten::_flash_attention_forward: (batch, seqlen, heads, head_dim), or packed sequences, (tokens,
+// heads, head_dim), which torch.nn.attention.varlen gives it; bottom-right, with windows
 
 using FlashOutputs = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
@@ -224,54 +229,92 @@ Band flash_band(bool is_causal, std::optional<int64_t> left, std::optional<int64
   return {is_causal, Corner::kBottomRight, side(left), side(right)};
 }
 
+// The operators for packed sequences; empty where a build has none.
+template <typename Schema>
+std::optional<c10::TypedOperatorHandle<Schema>> find_varlen(const char* name) {
+  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  if (!op.has_value()) return std::nullopt;
+  return op->typed<Schema>();
+}
+
+bool has_lengths(const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k) {
+  return cum_seq_q && cum_seq_q->defined() && cum_seq_k && cum_seq_k->defined();
+}
+
+bool takes_packed(const Tensor& query, const Tensor& key, const Tensor& value,
+                  const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k,
+                  double dropout_p) {
+  return query.dim() == 3 && has_lengths(cum_seq_q, cum_seq_k) &&
+         cum_seq_q->scalar_type() == at::kInt && cum_seq_k->scalar_type() == at::kInt &&
+         takes_tensors(query, key, value, 1, dropout_p);
+}
+
 void override_flash_rows(torch::Library& library, const Stock& stock, const Stock& stock_backward) {
   library.impl(
       "_flash_attention_forward",
       torch::CppFunction(
-          [stock](const Tensor& query, const Tensor& key, const Tensor& value,
-                  const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k, int64_t max_q,
-                  int64_t max_k, double dropout_p, bool is_causal, bool return_debug_mask,
-                  Scale scale, std::optional<int64_t> window_size_left,
-                  std::optional<int64_t> window_size_right, const OptionalTensor& seqused_k,
-                  const OptionalTensor& alibi_slopes) -> FlashOutputs {
-            const bool dense = !cum_seq_q && !cum_seq_k && !seqused_k && query.dim() == 4 &&
-                               key.dim() == 4 && value.dim() == 4;
-            const auto rows = [&](const Tensor& x) { return dense ? x.transpose(1, 2) : x; };
-            const Tensor q = rows(query), k = rows(key), v = rows(value);
-            if (!dense || return_debug_mask || alibi_slopes ||
-                !takes(q, k, v, std::nullopt, dropout_p)) {
-              return stock.call<FlashOutputs>(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k,
-                                              dropout_p, is_causal, return_debug_mask, scale,
-                                              window_size_left, window_size_right, seqused_k,
-                                              alibi_slopes);
-            }
+          [stock, varlen = find_varlen<ForwardVarlen>("fa::forward_varlen")](
+              const Tensor& query, const Tensor& key, const Tensor& value,
+              const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k, int64_t max_q,
+              int64_t max_k, double dropout_p, bool is_causal, bool return_debug_mask, Scale scale,
+              std::optional<int64_t> window_size_left, std::optional<int64_t> window_size_right,
+              const OptionalTensor& seqused_k, const OptionalTensor& alibi_slopes) -> FlashOutputs {
             const Band band = flash_band(is_causal, window_size_left, window_size_right);
-            auto [out, lse] = forward(stock.keys(), q, k, v, std::nullopt, band, scale);
-            return {out.transpose(1, 2), std::move(lse), unread(query, {2}, at::kUInt64),
-                    unread(query, {}, at::kUInt64), unread(query, {0}, query.scalar_type())};
+            const auto results = [&](const Tensor& out, const Tensor& lse) -> FlashOutputs {
+              return {out, lse, unread(query, {2}, at::kUInt64), unread(query, {}, at::kUInt64),
+                      unread(query, {0}, query.scalar_type())};
+            };
+            if (!return_debug_mask && !alibi_slopes) {
+              if (varlen && takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
+                RECORD_FUNCTION("fa::forward_varlen", c10::ArrayRef<const c10::IValue>{});
+                const auto [out, lse] = varlen->redispatch(
+                    stock.keys(), query, key, value, *cum_seq_q, *cum_seq_k, is_causal, scale,
+                    band.window_left, band.window_right, seqused_k, /*deterministic=*/false);
+                return results(out, lse);
+              }
+              if (!cum_seq_q && !cum_seq_k && !seqused_k && are_4d(query, key, value)) {
+                const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2),
+                             v = value.transpose(1, 2);
+                if (takes(q, k, v, std::nullopt, dropout_p)) {
+                  const auto [out, lse] = forward(stock.keys(), q, k, v, std::nullopt, band, scale);
+                  return results(out.transpose(1, 2), lse);
+                }
+              }
+            }
+            return stock.call<FlashOutputs>(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k,
+                                            dropout_p, is_causal, return_debug_mask, scale,
+                                            window_size_left, window_size_right, seqused_k,
+                                            alibi_slopes);
           }));
   library.impl(
       "_flash_attention_backward",
       torch::CppFunction(
-          [stock = stock_backward](const Tensor& grad_out, const Tensor& query, const Tensor& key,
-                                   const Tensor& value, const Tensor& out, const Tensor& lse,
-                                   const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
-                                   int64_t max_k, double dropout_p, bool is_causal,
-                                   const Tensor& rng_state, const Tensor& unused, Scale scale,
-                                   std::optional<int64_t> window_size_left,
-                                   std::optional<int64_t> window_size_right) -> Gradients {
-            const bool dense = !cum_seq_q.defined() && !cum_seq_k.defined() && query.dim() == 4 &&
-                               key.dim() == 4 && value.dim() == 4;
-            const auto rows = [&](const Tensor& x) { return dense ? x.transpose(1, 2) : x; };
-            const Tensor q = rows(query), k = rows(key), v = rows(value);
-            if (!dense || !takes(q, k, v, std::nullopt, dropout_p)) {
-              return stock.call<Gradients>(grad_out, query, key, value, out, lse, cum_seq_q,
-                                           cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
-                                           unused, scale, window_size_left, window_size_right);
-            }
+          [stock = stock_backward, varlen = find_varlen<BackwardVarlen>("fa::backward_varlen")](
+              const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
+              const Tensor& out, const Tensor& lse, const Tensor& cum_seq_q,
+              const Tensor& cum_seq_k, int64_t max_q, int64_t max_k, double dropout_p,
+              bool is_causal, const Tensor& rng_state, const Tensor& unused, Scale scale,
+              std::optional<int64_t> window_size_left,
+              std::optional<int64_t> window_size_right) -> Gradients {
             const Band band = flash_band(is_causal, window_size_left, window_size_right);
-            return heads_second(backward(stock.keys(), rows(grad_out), q, k, v, rows(out), lse,
-                                         std::nullopt, band, scale));
+            if (varlen && takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
+              RECORD_FUNCTION("fa::backward_varlen", c10::ArrayRef<const c10::IValue>{});
+              return varlen->redispatch(stock.keys(), grad_out, query, key, value, out, lse,
+                                        cum_seq_q, cum_seq_k, is_causal, scale, band.window_left,
+                                        band.window_right, /*seqused_k=*/std::nullopt,
+                                        at::globalContext().deterministicAlgorithms());
+            }
+            if (!cum_seq_q.defined() && !cum_seq_k.defined() && are_4d(query, key, value)) {
+              const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2),
+                           v = value.transpose(1, 2);
+              if (takes(q, k, v, std::nullopt, dropout_p)) {
+                return heads_second(backward(stock.keys(), grad_out.transpose(1, 2), q, k, v,
+                                             out.transpose(1, 2), lse, std::nullopt, band, scale));
+              }
+            }
+            return stock.call<Gradients>(grad_out, query, key, value, out, lse, cum_seq_q,
+                                         cum_seq_k, max_q, max_k, dropout_p, is_causal, rng_state,
+                                         unused, scale, window_size_left, window_size_right);
           }));
 }
 
