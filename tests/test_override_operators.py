@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from calls import assert_close
 from overriding import (
     BOTTOM_RIGHT,
     FOR_CPU,
@@ -28,6 +29,7 @@ from reference import (
     gradients_low,
     gradients_ref,
 )
+from torch.nn.attention.varlen import varlen_attn
 
 LAYOUTS = {
     "contiguous": lambda x: x,
@@ -133,6 +135,42 @@ def test_windows(device, window, is_causal):
     reference, low = attention_ref(*arguments, **options), attention_low(*arguments, **options)
     out = results[0].transpose(1, 2)
     assert_close_to_reference(out, results[1], reference, low, "window")
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.ops.fa, "forward_varlen"), reason="no kernels for packed sequences"
+)
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 2)])
+def test_packed_sequences(device, window):
+    """torch's varlen_attn: each sequence as if it were alone."""
+    lengths = ((5, 7), (0, 2), (12, 8), (13, 23))
+    ends = torch.tensor([(0, 0), *lengths]).cumsum(0).int().to(device)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    tokens, tokens_k = ends[-1].tolist()
+    shapes = [(tokens, 4, 16), (tokens_k, 2, 16), (tokens_k, 2, 16)]
+    leaves = [torch.randn(s, device=device, dtype=dtype).requires_grad_() for s in shapes]
+    with overridden("_flash_attention_forward", device):
+        cum_seq_q, cum_seq_k = ends.T.contiguous()
+        out = varlen_attn(*leaves, cum_seq_q, cum_seq_k, 13, 23, window_size=window)
+        grad_out = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, leaves, grad_out)
+    options = {"window_left": window[0], "window_right": window[1], "bottom_right": True}
+
+    def sequences(tensor, column):
+        parts = tensor.detach().split([length[column] for length in lengths])
+        return [part.transpose(0, 1).unsqueeze(0) for part in parts]
+
+    columns = (0, 1, 1)
+    inputs_of = zip(*(sequences(x, c) for x, c in zip(leaves, columns, strict=True)), strict=True)
+    grads_of = zip(*(sequences(x, c) for x, c in zip(gradients, columns, strict=True)), strict=True)
+    outs, grad_outs = sequences(out, 0), sequences(grad_out, 0)
+    for tensors, result, grad, its_gradients in zip(
+        inputs_of, outs, grad_outs, grads_of, strict=True
+    ):
+        assert_close(result, *tensors, **options)
+        reference = gradients_ref(grad, *tensors, None, **options)
+        low = gradients_low(grad, *tensors, None, **options)
+        assert_gradients_close(its_gradients, reference, low, "packed")
 
 
 def metadata(results):
