@@ -11,6 +11,7 @@ cuobjdump, of the toolkit or of `pip install nvidia-cuda-cuobjdump nvidia-cuda-n
 
 import argparse
 import concurrent.futures
+import itertools
 import json
 import os
 import re
@@ -28,9 +29,10 @@ HOPPER_ARCH = "sm_90a"
 # Lines of ptxas that are findings whatever kernel they belong to. The numbered ones are advice on
 # wgmma and setmaxnreg, not all of it with these words: "(C7519) warpgroup.arrive is injected ...".
 FINDINGS = re.compile(r"\(C\d{4}\)|Potential Performance Loss|double precision|setmaxnreg")
-# Instructions of the machine code of a Hopper kernel: products and loads by the hardware's own
-# units, and nothing of its registers in local memory.
-HOPPER_NEEDS = ("HGMMA", "UTMALDG")
+# Instructions of the machine code of a Hopper kernel: products by the warpgroup's unit, loads past
+# registers, by TMA or cp.async (one of a tuple is enough), and nothing of its registers in local
+# memory.
+HOPPER_NEEDS = (("HGMMA",), ("UTMALDG", "LDGSTS"))
 HOPPER_REFUSES = ("LDL", "STL")
 
 
@@ -239,10 +241,11 @@ def violations(compilations: list[Compilation], tiles: list[list], budgets: dict
             if kernel.registers > limit:
                 result.append(f"{where}: {kernel.registers} registers, limit {limit}")
             if kernel.instructions is not None:
-                missing = [op for op in HOPPER_NEEDS if not kernel.instructions[op]]
-                found = [op for op in HOPPER_REFUSES if kernel.instructions[op]]
-                result += [f"{where}: no {op} in the machine code" for op in missing]
-                result += [f"{where}: {kernel.instructions[op]} {op}, local memory" for op in found]
+                counts = kernel.instructions
+                missing = [ops for ops in HOPPER_NEEDS if not any(counts[op] for op in ops)]
+                found = [op for op in HOPPER_REFUSES if counts[op]]
+                result += [f"{where}: no {' or '.join(ops)} in the machine code" for ops in missing]
+                result += [f"{where}: {counts[op]} {op}, local memory" for op in found]
     for name, head_dim, _, kib, *_, smem_bytes in tiles:
         if smem_bytes > kib << 10:
             result.append(
@@ -306,7 +309,7 @@ def main() -> int:
         ]
         rows = [[k.name, k.arch, *(getattr(k, f) for f in fields)] for k in unit.kernels]
         print_table(["kernel", "arch", *fields], sorted(rows))
-        opcodes = HOPPER_NEEDS + HOPPER_REFUSES
+        opcodes = (*itertools.chain(*HOPPER_NEEDS), *HOPPER_REFUSES)
         counts = [
             [k.name, *(k.instructions[opcode] for opcode in opcodes)]
             for k in unit.kernels

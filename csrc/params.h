@@ -31,6 +31,34 @@ constexpr float kLog2E = 1.4426950408889634f;
 // int64_t.
 constexpr int64_t kUnlimited = int64_t{1} << 40;
 
+// A block of rows (forward) or of keys (backward) of a sequence.
+struct PackedTile {
+  int sequence;
+  int block;
+};
+
+// Sequences of several lengths, one behind the other in tensors without a batch dimension. Lengths
+// are read on the device only, so that a captured graph can be replayed with others; whatever they
+// are, nothing outside of the tensors is touched. Rows before the first sequence and behind the
+// last are padding: see attn/packed.cuh. All null and 0 where all sequences have the same length.
+struct PackedSequences {
+  const int* cu_seqlens_q;  // [batch + 1], where the rows of each begin, and where the last ends
+  const int* cu_seqlens_k;  // [batch + 1]
+  const int* seqused_k;     // [batch], keys of each that take part; null: all
+  const PackedTile* tiles;  // the longest first, written by launch_packed_tiles
+  const int* num_tiles;
+  int max_tiles;  // packed_max_tiles
+};
+
+// The room that the host makes, knowing the rows of the tensors and not the lengths: every sequence
+// may end in a block that is not whole, and so may the padding at the front and at the end.
+constexpr int64_t packed_max_tiles(int64_t total, int64_t batch, int block) {
+  return total / block + batch + 2;
+}
+constexpr int64_t packed_scratch_rows(int64_t total_q, int64_t batch, int block_m) {
+  return packed_max_tiles(total_q, batch, block_m) * block_m;
+}
+
 // Forward. All strides count elements. The last dimension of query, key, value and out has
 // stride 1. Rows of query, key and value start on 16-byte boundaries (pointer and strides), and
 // where head_dim is no multiple of 8 they go on with zeros to the next one; rows of out may start
@@ -74,6 +102,11 @@ struct FwdParams {
   Dtype dtype;
   MaskMode mask_mode;
   MaskDtype mask_dtype;
+
+  // Packed sequences: batch counts them, seqlen_q and seqlen_k are the rows of the tensors,
+  // strides of batch are 0, lse is [heads_q, seqlen_q], and the diagonal of each sequence runs into
+  // its bottom-right corner, whatever stands above. No mask tensors.
+  PackedSequences packed;
 };
 
 // Backward. The gradients of out = softmax(scale * query @ key^T + mask) @ value, from what forward
@@ -96,7 +129,8 @@ struct BwdParams {
   int64_t grad_value_stride[3];  // batch, head, row
 
   // Scratch in float32, on 16-byte boundaries; filled by launch_bwd_pre. rows_rounded is seqlen_q
-  // rounded up to whole blocks of rows of the kernel, cols_rounded head_dim to its instance.
+  // rounded up to whole blocks of rows of the kernel, cols_rounded head_dim to its instance. With
+  // packed sequences, batch is 1 in these shapes, and rows are as packed_scratch_rows says.
   float* delta;     // [batch, heads_q, rows_rounded], sum of out * grad_out; 0 past the end
   float* lse_log2;  // [batch, heads_q, rows_rounded], LSE in base 2, or with a mask tensor what is
                     // missing in fwd.lse: see kernels/bwd_row_sums.cu; +inf, which makes P = 0, for
@@ -137,12 +171,20 @@ struct DecodeParams {
   float* lse;         // [batch, heads_q, seqlen_q], contiguous, natural logarithm
 
   // What the splits of the keys contribute, for num_splits > 1: each its own softmax over its keys,
-  // 0 and -inf without any. On 16-byte boundaries; cols_rounded is that of describe_decode.
+  // 0 and -inf without any. On 16-byte boundaries; cols_rounded is that of describe_decode. Null:
+  // the CTAs of the splits are a cluster and merge there; decode_clusters says how many run at
+  // once.
   float* partial_out;  // [batch, heads_q, seqlen_q, num_splits, cols_rounded]
   float* partial_lse;  // [batch, heads_q, seqlen_q, num_splits]
 
+  // [batch, seqlen_q, capacity], for all heads, columns with stride 1: bytes, nonzero = take part,
+  // beside the band. Keys before the first and behind the last that a tile's rows see are not read.
+  // Null without mask.
+  const void* mask;
+
   int64_t query_stride[3];  // batch, head, row
   int64_t out_stride[3];    // batch, head, row
+  int64_t mask_stride[2];   // batch, row
 
   int batch;
   int heads_q;

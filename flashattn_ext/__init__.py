@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 try:
-    from ._build import CPU_ONLY_REASON, LIBRARY, TORCH_VERSION  # written by setup.py
+    from ._build import CPU_ONLY_REASON, TORCH_VERSION  # written by setup.py
 except ModuleNotFoundError:
     raise ImportError(
         f"{__file__} is the source folder, which has no compiled module: install the package with "
@@ -23,17 +23,18 @@ def _same_binary(built: str, found: str) -> bool:
     return same_minor and (CPU_ONLY_REASON is not None or built_local == found_local)
 
 
-# Before _C is loaded: against another torch that would end in missing symbols, or worse.
+# Before anything is loaded: against another torch that would end in missing symbols, or worse.
 if not _same_binary(TORCH_VERSION, torch.__version__):
     raise ImportError(
         f"flashattn_ext was built with torch {TORCH_VERSION}, found torch {torch.__version__}: "
-        "reinstall it from a checkout with `pip install setuptools ninja && "
+        "reinstall it from a checkout with `pip install setuptools ninja pybind11 && "
         "pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
 
-_LIBRARY = Path(__file__).with_name(LIBRARY)
+_LIBRARY = Path(__file__).with_name("libflashattn_ext.so")
 torch.ops.load_library(str(_LIBRARY))  # defines the operators
 
+from . import _C  # noqa: E402
 from .interface import (  # noqa: E402
     flash_attn_func,
     forward_kernel,
@@ -46,6 +47,7 @@ from .override import (  # noqa: E402
     enable_as_environment_says,
     is_enabled,
 )
+from .varlen import flash_attn_varlen_func  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
@@ -53,6 +55,7 @@ __all__ = [
     "disable",
     "enable",
     "flash_attn_func",
+    "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "forward_kernel",
     "is_enabled",
@@ -75,21 +78,11 @@ def build_info() -> dict:
 
     version of flashattn_ext; torch and cuda it was built with (cuda is None without); archs of the
     kernels, as in TORCH_CUDA_ARCH_LIST; with_cuda, with_sm90a; compiler; cpu_only_reason, why there
-    are no CUDA kernels (None if there are); library, the path of the compiled library, which C++
-    programs load too.
+    are no CUDA kernels (None if there are); library, the path of the operators, which C++ programs
+    load too.
     """
-    version, torch_version, cuda, archs, with_sm90a, compiler = torch.ops.fa.build_info()
-    return {
-        "version": version,
-        "torch": torch_version,
-        "cuda": cuda,
-        "archs": archs.replace(";", " ").split(),
-        "with_cuda": cuda is not None,
-        "with_sm90a": with_sm90a,
-        "compiler": compiler,
-        "cpu_only_reason": CPU_ONLY_REASON,
-        "library": str(_LIBRARY),
-    }
+    info = {"cpu_only_reason": CPU_ONLY_REASON, "library": str(_LIBRARY)}
+    return {**_C.build_info(), **info}
 
 
 enable_as_environment_says()

@@ -371,7 +371,7 @@ def scaled_dot_product_attention(
     )
 
 
-def _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slopes):
+def check_flash_options(dropout_p, window_size, softcap, alibi_slopes):
     if dropout_p != 0.0:
         raise NotImplementedError(
             f"dropout_p: dropout is not supported, got {dropout_p}; pass 0.0, or use "
@@ -393,6 +393,9 @@ def _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slope
         raise RuntimeError(
             f"window_size: sides must be -1 (unlimited) or at least 0, got {tuple(window_size)}"
         )
+
+
+def _check_flash_tensors(q, k, v):
     fits = q.dim() == k.dim() == v.dim() == 4
     if fits:
         batch, _, heads_q, head_dim = q.shape
@@ -508,7 +511,8 @@ def flash_attn_func(
         RuntimeError: shapes, dtypes, devices or window sides that do not fit.
         TypeError: softmax_scale is a tensor.
     """
-    _check_flash_arguments(q, k, v, dropout_p, window_size, softcap, alibi_slopes)
+    check_flash_options(dropout_p, window_size, softcap, alibi_slopes)
+    _check_flash_tensors(q, k, v)
     check_scale("softmax_scale", softmax_scale)
     left, right = window_size
     device_type = q.device.type

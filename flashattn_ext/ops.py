@@ -9,6 +9,8 @@ Nothing here is public.
 import math
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
 
 # The overload itself: one dictionary look-up and one overload resolution less than
@@ -152,3 +154,31 @@ def _forward_kvcache_flops(
     """As forward, over all slots of a sequence, filled or not: the lengths are on the device."""
     slots = key_cache[1] if block_table is None else key_cache[1] * block_table[1]
     return 2 * _product_flops(query, slots)
+
+
+def _packed_product_flops(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k):
+    """One product of every query with every key of its sequence. Where the lengths are not to be
+    had, sequences of equal lengths count."""
+    total_q, heads, head_dim = query.shape
+    lengths = [cu_seqlens_q, cu_seqlens_k, seqused_k]
+    if any(isinstance(x, (FakeTensor, FunctionalTensor)) or x.is_meta for x in lengths[:2]):
+        sequences = max(cu_seqlens_q.shape[0] - 1, 1)
+        return _product_flops((heads, total_q, head_dim), key.shape[0]) // sequences
+    keys = cu_seqlens_k.diff() if seqused_k is None else seqused_k
+    return _product_flops((heads, head_dim), int((cu_seqlens_q.diff().long() * keys).sum()))
+
+
+@register_flop_formula(torch.ops.fa.forward_varlen, get_raw=True)
+def _forward_varlen_flops(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, *args, seqused_k=None, **kwargs
+):
+    """As forward, sequence by sequence."""
+    return 2 * _packed_product_flops(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k)
+
+
+@register_flop_formula(torch.ops.fa.backward_varlen, get_raw=True)
+def _backward_varlen_flops(
+    grad_out, query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, *args, seqused_k=None, **kw
+):
+    """As backward, sequence by sequence."""
+    return 5 * _packed_product_flops(query, key, cu_seqlens_q, cu_seqlens_k, seqused_k)

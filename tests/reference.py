@@ -251,6 +251,7 @@ def gradients_ref(
     ]
     if query.numel() == 0 or key.numel() == 0:
         return GradientReference(*parts)
+    limits = torch.finfo(query.dtype)
     for b, h, h_k, mask in _chunks(query, key, attn_mask):
         q, k, v, g = query[b, h], key[b, h_k], value[b, h_k].double(), grad_out[b, h].double()
         heads_k = k.shape[1]
@@ -264,14 +265,19 @@ def gradients_ref(
         size = sizes.where(visible, 0).amax(dim=-1, keepdim=True)
         rows = ((weights @ v) * g).square().sum(-1, keepdim=True).sqrt()
 
-        def centred(x, sign, weights=weights):
-            return weights * (x + sign * (weights * x).sum(-1, keepdim=True))
+        # P below the smallest normal number (of float16, 6e-5) is off by up to half the smallest
+        # number at all, or is lost: as if it were this large. Where all rows have the same P, as in
+        # some tests, so is their sum. Plain code has the same error, but not always the same luck.
+        normal = (weights * (2 / limits.eps)).clamp(max=limits.tiny).maximum(weights)
+
+        def centred(x, sign, outer=weights, weights=weights):
+            return outer * (x + sign * (weights * x).sum(-1, keepdim=True))
 
         rounded = centred(grad_weights.abs(), 1)
         products = centred((g.abs() @ v.abs().mT).where(visible, 0), 1)
         for index, by_scores, by_weights in (
             (0, centred(grad_weights, -1), weights),
-            (1, rounded, weights),
+            (1, centred(grad_weights.abs(), 1, normal), normal),
             (2, products + size * rounded, size * weights),
             (3, weights * rows, 0 * weights),
         ):

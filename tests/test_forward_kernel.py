@@ -72,6 +72,47 @@ def test_reasons_on_hopper(change, kernel, reason):
     assert text.startswith(kernel) and reason in text
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlens", "options", "kernel"),
+    [
+        ((32, 8), (1, 4096), {}, "decode 16x"),
+        ((4, 4), (1, 700), {"is_causal": True}, "decode 16x"),
+        ((32, 8), (8, 4096), {"window_left": 512, "bottom_right": True}, "decode 32x"),
+        ((32, 8), (16, 4096), {"scale": -1.0}, "decode(_sm90)? 64x"),
+        ((8, 1), (256, 8192), {}, "decode(_sm90)? 128x"),
+        ((256, 256), (48, 1024), {}, "fwd_sm"),  # tiles enough, and no group to read keys once for
+        ((32, 8), (1024, 2048), {}, "fwd_sm"),
+        ((32, 8), (1, 4096), {"attn_mask": torch.bool}, "decode 16x"),
+        ((32, 8), (8, 4096), {"attn_mask": torch.bool}, "decode 32x"),
+        ((32, 8), (9, 4096), {"attn_mask": torch.bool}, "fwd_sm"),
+        ((32, 8), (1, 4096), {"attn_mask": torch.float32}, "fwd_sm"),
+    ],
+)
+def test_few_queries(device, heads, seqlens, options, kernel):
+    if device == "cpu":
+        pytest.skip("the CPU has one kernel")
+    query, key, value = tensors(device, 1, heads, seqlens)
+    if "attn_mask" in options:
+        options = {"attn_mask": torch.ones(seqlens, dtype=options["attn_mask"], device=device)}
+    text = flashattn_ext.forward_kernel(query, key, value, **options)
+    assert re.match(kernel, text), text
+
+
+def test_splits_are_those_of_the_visible_keys(device):
+    """Keys outside of the band make no work for a split."""
+    if device == "cpu":
+        pytest.skip("the CPU has one kernel")
+    query, key, value = tensors(device, 1, (32, 8), (1, 32768))
+
+    def splits(**options):
+        text = flashattn_ext.forward_kernel(query, key, value, **options)
+        return int(re.search(r", (\d+) splits?\b", text).group(1))
+
+    assert splits() > 4
+    assert splits(is_causal=True) == 1  # the top-left corner: one key
+    assert splits(window_left=100, bottom_right=True) <= 2
+
+
 @only_hopper
 def test_few_tiles_take_fewer_rows():
     """The last wave decides: 192-row tiles where there are many, 128 rows where there are few."""

@@ -1,7 +1,7 @@
 """More inputs of the kinds that broke other libraries, without a report behind them: masks, values
 near the limits of a dtype, views, threads, global settings."""
 
-import threading
+import concurrent.futures
 
 import pytest
 import torch
@@ -225,11 +225,8 @@ def test_calls_from_several_threads(device):
             if not all(torch.equal(a, b) for a, b in zip(results, right[i], strict=True)):
                 wrong.append(cases[i].id)
 
-    threads = [threading.Thread(target=work, args=(i % 3,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, [0, 1, 2] * 2))  # raises what a thread raised
     assert not wrong
 
 

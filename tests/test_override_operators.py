@@ -137,9 +137,6 @@ def test_windows(device, window, is_causal):
     assert_close_to_reference(out, results[1], reference, low, "window")
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.ops.fa, "forward_varlen"), reason="no kernels for packed sequences"
-)
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (3, 2)])
 def test_packed_sequences(device, window):
     """torch's varlen_attn: each sequence as if it were alone."""

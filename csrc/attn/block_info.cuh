@@ -6,6 +6,8 @@
 
 namespace fa::attn {
 
+// Below, a Band is what has lengths and band: the FwdParams, or a Sequence of packed ones.
+
 FA_DEVICE int64_t clamp(int64_t v, int64_t low, int64_t high) { return min(max(v, low), high); }
 
 // Keys [first, end) are those that some of a range of query rows sees; keys [full_first, full_end)
@@ -18,7 +20,8 @@ struct KeyRange {
 };
 
 // For query rows [row_begin, row_end); no keys when that is empty.
-FA_DEVICE KeyRange key_range(const FwdParams& p, int row_begin, int row_end) {
+template <class Band>
+FA_DEVICE KeyRange key_range(const Band& p, int row_begin, int row_end) {
   if (row_begin >= row_end) return {0, 0, 0, 0};
   // Both limits of the band grow with the row: some row sees [first of the top row, end of the
   // bottom row), all rows see [first of the bottom row, end of the top row).
@@ -38,7 +41,8 @@ struct QueryRange {
 };
 
 // For keys [key_begin, key_end); no rows when that is empty.
-FA_DEVICE QueryRange query_range(const FwdParams& p, int key_begin, int key_end) {
+template <class Band>
+FA_DEVICE QueryRange query_range(const Band& p, int key_begin, int key_end) {
   if (key_begin >= key_end) return {0, 0, 0, 0};
   // A key is seen by the rows from key - window_right to key + window_left, both of which grow with
   // the key.

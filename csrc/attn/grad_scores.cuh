@@ -7,11 +7,11 @@ namespace fa::attn {
 
 // Raw scores to P^T. sLse: LSE of the lane's first query, in base 2; with a mask tensor natural,
 // and what BwdParams::lse_log2 adds to it at sRest. cut: the band or an end cuts through the tile.
-template <Dtype kDtype, bool kTensor, int kM, int kN>
-FA_DEVICE void exponentiate(tile::Accumulator<kM, kN>& rS, const FwdParams& p, float scale_log2,
-                            const MaskSummaryView& summary, uint32_t sLse, uint32_t sRest,
-                            const TransposedTile<kM, kN>& at, bool cut, int batch_idx,
-                            int head_idx) {
+template <Dtype kDtype, bool kTensor, class Band, int kM, int kN>
+FA_DEVICE void exponentiate(tile::Accumulator<kM, kN>& rS, const FwdParams& p, const Band& band,
+                            float scale_log2, const MaskSummaryView& summary, uint32_t sLse,
+                            uint32_t sRest, const TransposedTile<kM, kN>& at, bool cut,
+                            int batch_idx, int head_idx) {
   if constexpr (kTensor) {
 #pragma unroll
     for (int m = 0; m < kM; ++m)
@@ -41,7 +41,7 @@ FA_DEVICE void exponentiate(tile::Accumulator<kM, kN>& rS, const FwdParams& p, f
       }
     }
   }
-  if (cut) mask_band_transposed(rS, p, at, ptx::lane_id());
+  if (cut) mask_band_transposed(rS, band, at, ptx::lane_id());
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll

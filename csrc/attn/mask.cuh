@@ -12,9 +12,9 @@
 namespace fa::attn {
 
 // Sets the scores of keys that the band or the sequence end hides to -inf. The tile's first row is
-// query row_begin and its first column key key_begin.
-template <int kM, int kN>
-FA_DEVICE void mask_columns(tile::Accumulator<kM, kN>& rS, const FwdParams& p, int row_begin,
+// query row_begin and its first column key key_begin. Band: see block_info.cuh.
+template <class Band, int kM, int kN>
+FA_DEVICE void mask_columns(tile::Accumulator<kM, kN>& rS, const Band& p, int row_begin,
                             int key_begin, int lane) {
   // Limits relative to the lane's first element, clamped to where they stop to matter, so that the
   // comparisons below are between 32-bit registers and compile-time offsets.

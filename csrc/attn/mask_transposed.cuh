@@ -42,32 +42,36 @@ struct MaskSummaryView {
 };
 
 // Where a tile of 16 kM keys and 8 kN queries stands to the band and the ends of both sequences.
+// Band: see block_info.cuh.
 template <int kM, int kN>
 struct TransposedTile {
   int query_begin;
   int key_begin;
   int64_t center;  // query that the first key lies on the diagonal of, from the tile's first one
 
-  FA_DEVICE TransposedTile(const FwdParams& p, int query_begin, int key_begin)
+  template <class Band>
+  FA_DEVICE TransposedTile(const Band& p, int query_begin, int key_begin)
       : query_begin(query_begin),
         key_begin(key_begin),
         center(key_begin - p.diagonal - query_begin) {}
 
   // No query sees any of the keys.
-  FA_DEVICE bool is_hidden(const FwdParams& p) const {
+  template <class Band>
+  FA_DEVICE bool is_hidden(const Band& p) const {
     return center - p.window_right > 8 * kN - 1 || center + p.window_left < -(16 * kM - 1) ||
            key_begin >= p.seqlen_k;
   }
   // Every query sees all of them. Queries past the end count as others do.
-  FA_DEVICE bool is_visible(const FwdParams& p) const {
+  template <class Band>
+  FA_DEVICE bool is_visible(const Band& p) const {
     return center + (16 * kM - 1) <= p.window_right && center + p.window_left >= 8 * kN - 1 &&
            key_begin + 16 * kM <= p.seqlen_k;
   }
 };
 
 // Sets what the band and the ends of both sequences hide to -inf.
-template <int kM, int kN>
-FA_DEVICE void mask_band_transposed(tile::Accumulator<kM, kN>& rS, const FwdParams& p,
+template <class Band, int kM, int kN>
+FA_DEVICE void mask_band_transposed(tile::Accumulator<kM, kN>& rS, const Band& p,
                                     const TransposedTile<kM, kN>& at, int lane) {
   // Limits relative to the lane's first element, clamped to where they stop to matter: see
   // mask_columns.

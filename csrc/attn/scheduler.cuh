@@ -41,7 +41,8 @@ struct WorkTile {
 // - without a right limit, m_block runs fastest: neighbours read the same keys from L2;
 // - with one, the last rows see the most keys and go first, so that no long tile is left for the
 //   end, across a section of (batch, head) pairs whose keys and values fit in L2 together.
-// The last section may be smaller than the others.
+// The last section may be smaller than the others. Tiles of packed sequences come from a list, the
+// longest first, in sections of heads.
 struct TileOrder {
   FastDivide per_section;    // tiles of a section
   FastDivide section_heads;  // (batch, head) pairs of a section ...
@@ -57,19 +58,21 @@ struct TileOrder {
   unsigned num_tiles;
 };
 
-// For tiles of block_m query rows and sections whose keys and values take section_bytes.
+// For tiles of block_m query rows and sections whose keys and values take section_bytes. Of
+// packed sequences, num_tiles is the host's bound.
 inline TileOrder make_tile_order(const FwdParams& p, int block_m, int64_t section_bytes) {
+  const bool packed = p.packed.tiles != nullptr;
   const int64_t m_blocks = (p.seqlen_q + block_m - 1) / block_m;
-  const int64_t pairs = int64_t{p.batch} * p.heads_q, group = p.heads_q / p.heads_k;
+  const int64_t pairs = (packed ? 1 : int64_t{p.batch}) * p.heads_q, group = p.heads_q / p.heads_k;
   int64_t section = 1;
-  if (p.window_right < p.seqlen_k) {
+  if (packed || p.window_right < p.seqlen_k) {
     const int64_t kv_bytes = int64_t{4} * p.seqlen_k * p.head_dim;
     section = std::min(
         pairs, std::max<int64_t>(section_bytes / std::max<int64_t>(kv_bytes, 1), 1) * group);
   }
   TileOrder order;
   order.m_blocks = m_blocks;
-  order.num_tiles = pairs * m_blocks;
+  order.num_tiles = pairs * (packed ? p.packed.max_tiles : m_blocks);
   order.num_sections = (pairs + section - 1) / section;
   const int64_t last = pairs - (order.num_sections - 1) * section;
   order.per_section = FastDivide(section * m_blocks);

@@ -13,13 +13,16 @@
 //            a thread stores 8 or 16 neighbouring columns of two rows, which the accumulator layout
 //            (GradQueryLayout) keeps in the registers of four or of eight lanes
 //
+// Packed sequences have their rows in the scratch as attn/packed.cuh says: a thread finds what row
+// of the tensors its row of scratch belongs to, if any.
+//
 // Bounds   memory. Every number is read or written once.
 // Needs    what BwdParams says of rows.
 #include <cuda_runtime.h>
 
 #include <limits>
 
-#include "../attn/scheduler.cuh"
+#include "../attn/packed.cuh"
 #include "../ptx/sm80.cuh"
 #include "../tile/piece.cuh"
 #include "dispatch.h"
@@ -39,10 +42,17 @@ FA_DEVICE float lse_to_log2(float lse, MaskMode mask_mode) {
   return mask_mode == MaskMode::kTensor ? 0.f : lse * kLog2E;
 }
 
-template <Dtype kDtype, int kRowThreads>
+// Where a row of scratch lies in the tensors.
+template <bool kPacked>
+FA_DEVICE attn::ScratchRow find_row(const FwdParams& p, const attn::FastDivide& block_m, int row) {
+  if constexpr (kPacked) return attn::row_of_scratch(p, block_m, row);
+  return {row, p.seqlen_q - row};
+}
+
+template <Dtype kDtype, int kRowThreads, bool kPacked>
 __global__ void __launch_bounds__(kThreads, 4)
-    bwd_pre_kernel(const __grid_constant__ BwdParams p, int block_m, attn::FastDivide row_blocks,
-                   attn::FastDivide heads) {
+    bwd_pre_kernel(const __grid_constant__ BwdParams p, attn::FastDivide block_m,
+                   attn::FastDivide row_blocks, attn::FastDivide heads) {
   constexpr int kPassRows = kThreads / kRowThreads, kRows = kPassRows * kPasses;
   const FwdParams& f = p.fwd;
   const unsigned pair = row_blocks.quotient(blockIdx.x);  // batch_idx * heads_q + head_idx
@@ -56,11 +66,20 @@ __global__ void __launch_bounds__(kThreads, 4)
   const auto* gGradOut = static_cast<const uint16_t*>(p.grad_out) +
                          batch_idx * p.grad_out_stride[0] + head_idx * p.grad_out_stride[1] + col;
   uint4 out[kPasses], grad_out[kPasses];
+  int rows_of_pass[kPasses];  // -1 where there is none
+  attn::ScratchRow at;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
-    const int64_t row = first_row + i * kPassRows;
+    // The rows of a pass lie in one block, and most often in that of the pass before.
+    const int pass = row_begin + i * kPassRows;
+    if (!kPacked || i == 0 || pass == static_cast<int>(block_m.quotient(pass) * block_m.divisor)) {
+      at = find_row<kPacked>(f, block_m, first_row + i * kPassRows);
+    } else {
+      at = {at.row + kPassRows, at.rows_left - kPassRows};
+    }
+    const int64_t row = rows_of_pass[i] = at.rows_left > 0 ? at.row : -1;
     out[i] = grad_out[i] = make_uint4(0, 0, 0, 0);
-    if (row < f.seqlen_q && col < f.head_dim) {
+    if (row >= 0 && col < f.head_dim) {
       out[i] = *reinterpret_cast<const uint4*>(gOut + row * f.out_stride[2]);
       grad_out[i] = *reinterpret_cast<const uint4*>(gGradOut + row * p.grad_out_stride[2]);
     }
@@ -73,9 +92,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int i = thread; i < rows * p.cols_rounded / 4; i += kThreads)
     zeros[i] = make_float4(0.f, 0.f, 0.f, 0.f);
   if (p.turns != nullptr) {
-    const int block = (row_begin + block_m - 1) / block_m + thread;  // first row is the CTA's
-    if (block * block_m < row_begin + rows)
-      p.turns[int64_t{pair} * (p.rows_rounded / block_m) + block] = 0;
+    const int size = static_cast<int>(block_m.divisor);
+    const int block = block_m.quotient(row_begin + size - 1) + thread;  // first row is the CTA's
+    if (block * size < row_begin + rows)
+      p.turns[int64_t{pair} * block_m.quotient(p.rows_rounded) + block] = 0;
   }
 
   const int64_t first_stat = int64_t{pair} * p.rows_rounded;
@@ -88,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (int lanes = kRowThreads / 2; lanes > 0; lanes /= 2)
       sum += __shfl_xor_sync(0xffffffff, sum, lanes);
     if (col == 0 && row < p.rows_rounded) {
-      const float lse = row < f.seqlen_q ? gLse[row] : -INFINITY;
+      const float lse = rows_of_pass[i] >= 0 ? gLse[rows_of_pass[i]] : -INFINITY;
       p.delta[first_stat + row] = lse == -INFINITY ? 0.f : sum;  // not 0 * NaN
       p.lse_log2[first_stat + row] = lse_to_log2(lse, f.mask_mode);
     }
@@ -121,10 +141,11 @@ FA_DEVICE void transpose_quad(uint32_t (&x)[4], int lane) {
 }
 
 // items: threads' shares of a head, of 16 numbers (kRows) or 32 (kTransposed).
-template <Dtype kDtype, GradQueryLayout kLayout>
+template <Dtype kDtype, GradQueryLayout kLayout, bool kPacked>
 __global__ void __launch_bounds__(kThreads)
     bwd_post_kernel(const __grid_constant__ BwdParams p, bool aligned, int items,
-                    attn::FastDivide ctas_of_head, attn::FastDivide heads) {
+                    attn::FastDivide block_m, attn::FastDivide ctas_of_head,
+                    attn::FastDivide heads) {
   constexpr bool kRowMajor = kLayout == GradQueryLayout::kRows;
   constexpr int kColumns = kRowMajor ? 8 : 16;  // of a block
   const FwdParams& f = p.fwd;
@@ -139,7 +160,8 @@ __global__ void __launch_bounds__(kThreads)
   const int block = kRowMajor ? item / 32 * 4 + lane % 4 : item / 4;
   const int blocks_of_row = p.cols_rounded / kColumns;
   const int row_block = block / blocks_of_row, col = (block - row_block * blocks_of_row) * kColumns;
-  const int row = kRowMajor ? row_block * 16 + lane / 4 : row_block * 8 + 2 * (lane % 4);
+  const auto [row, rows_left] = find_row<kPacked>(
+      f, block_m, kRowMajor ? row_block * 16 + lane / 4 : row_block * 8 + 2 * (lane % 4));
 
   const int64_t head_size = int64_t{p.rows_rounded} * p.cols_rounded;
   const auto* gHead = reinterpret_cast<const float4*>(p.grad_query_accum + pair * head_size);
@@ -159,11 +181,10 @@ __global__ void __launch_bounds__(kThreads)
     transpose_quad(pairs[0], lane);
     transpose_quad(pairs[1], lane);
     if (columns <= 0) return;
-    if (row < f.seqlen_q) store_piece(gRow, pairs[0], columns, aligned);
-    if (row + 8 < f.seqlen_q)
-      store_piece(gRow + 8 * p.grad_query_stride[2], pairs[1], columns, aligned);
+    if (rows_left > 0) store_piece(gRow, pairs[0], columns, aligned);
+    if (rows_left > 8) store_piece(gRow + 8 * p.grad_query_stride[2], pairs[1], columns, aligned);
   } else {
-    if (row >= f.seqlen_q || columns <= 0) return;
+    if (rows_left <= 0 || columns <= 0) return;
     float x[2][2][8];  // rows 2 t and 2 t + 1; columns 0 to 7 and 8 to 15
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -173,7 +194,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r, gRow += p.grad_query_stride[2]) {
-      if (row + r >= f.seqlen_q) break;
+      if (r >= rows_left) break;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t pairs[4];
@@ -187,9 +208,11 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+bool is_packed(const FwdParams& p) { return p.packed.cu_seqlens_q != nullptr; }
+
 // One CTA for each of `per_pair` parts of every (batch, head).
 bool grid_of(const FwdParams& p, int64_t per_pair, unsigned& ctas) {
-  const int64_t all = int64_t{p.batch} * p.heads_q * per_pair;
+  const int64_t all = (is_packed(p) ? 1 : int64_t{p.batch}) * p.heads_q * per_pair;
   ctas = static_cast<unsigned>(all);
   return all <= std::numeric_limits<int>::max();
 }
@@ -205,9 +228,12 @@ cudaError_t launch_bwd_pre(const BwdParams& params, int block_m, cudaStream_t st
   if (!grid_of(params.fwd, row_blocks, ctas)) return cudaErrorInvalidConfiguration;
   const cudaError_t status = dispatch_value<8, 16, 32>(row_threads, [&](auto threads) {
     return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.fwd.dtype, [&](auto dtype) {
-      bwd_pre_kernel<dtype(), threads()><<<ctas, kThreads, 0, stream>>>(
-          params, block_m, attn::FastDivide(row_blocks), attn::FastDivide(params.fwd.heads_q));
-      return cudaGetLastError();
+      return dispatch_value<false, true>(is_packed(params.fwd), [&](auto packed) {
+        bwd_pre_kernel<dtype(), threads(), packed()><<<ctas, kThreads, 0, stream>>>(
+            params, attn::FastDivide(block_m), attn::FastDivide(row_blocks),
+            attn::FastDivide(params.fwd.heads_q));
+        return cudaGetLastError();
+      });
     });
   });
   const bool additive =
@@ -215,7 +241,8 @@ cudaError_t launch_bwd_pre(const BwdParams& params, int block_m, cudaStream_t st
   return additive && status == cudaSuccess ? launch_bwd_row_sums(params, stream) : status;
 }
 
-cudaError_t launch_bwd_post(const BwdParams& params, GradQueryLayout layout, cudaStream_t stream) {
+cudaError_t launch_bwd_post(const BwdParams& params, int block_m, GradQueryLayout layout,
+                            cudaStream_t stream) {
   const int64_t* stride = params.grad_query_stride;
   const bool aligned = params.fwd.head_dim % 8 == 0 &&
                        reinterpret_cast<uintptr_t>(params.grad_query) % 16 == 0 &&
@@ -230,10 +257,12 @@ cudaError_t launch_bwd_post(const BwdParams& params, GradQueryLayout layout, cud
   return dispatch_value<GradQueryLayout::kRows, GradQueryLayout::kTransposed>(
       layout, [&](auto layout) {
         return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.fwd.dtype, [&](auto dtype) {
-          bwd_post_kernel<dtype(), layout()><<<ctas, kThreads, 0, stream>>>(
-              params, aligned, static_cast<int>(items), attn::FastDivide(ctas_of_head),
-              attn::FastDivide(params.fwd.heads_q));
-          return cudaGetLastError();
+          return dispatch_value<false, true>(is_packed(params.fwd), [&](auto packed) {
+            bwd_post_kernel<dtype(), layout(), packed()><<<ctas, kThreads, 0, stream>>>(
+                params, aligned, static_cast<int>(items), attn::FastDivide(block_m),
+                attn::FastDivide(ctas_of_head), attn::FastDivide(params.fwd.heads_q));
+            return cudaGetLastError();
+          });
         });
       });
 }

@@ -31,132 +31,20 @@
 
 #include <limits>
 
-#include "../attn/block_info.cuh"
 #include "../attn/grad_scores.cuh"
-#include "../attn/mask_transposed.cuh"
-#include "../attn/scheduler.cuh"
 #include "../tile/copy.cuh"
 #include "../tile/mma_sm80.cuh"
+#include "bwd_sm80_tile.cuh"
 #include "dispatch.h"
 #include "launch.h"
 
 namespace fa {
 namespace {
 
-// How the warps share each product. S^T [kBlockN][kBlockM]: in tiles of 16 key_tiles keys and 8
-// query_tiles queries. dK, dV [kBlockN][D]: 16 grad_key_tiles keys a warp, the rest across columns.
-// dQ [kBlockM][D]: 16 grad_query_tiles rows a warp, grad_query_warps warps one below the other.
-struct BwdTile {
-  int warps;
-  int block_m;   // query rows of a block
-  int block_n;   // keys
-  int stages;    // of the ring
-  int min_ctas;  // per SM, for the register limit
-  int key_tiles;
-  int query_tiles;
-  int grad_key_tiles;
-  int grad_query_tiles;
-  int grad_query_warps;
-};
-
-// What shared memory a CTA gets picks the tile above head_dim 64: 227 KiB on 9.0, 163 on 8.0, 99 on
-// 8.6 and 8.9.
-enum class SmemSize { kSmall, kMedium, kLarge };
-constexpr int smem_bytes_of(SmemSize size) {
-  return 1024 * (size == SmemSize::kLarge ? 227 : size == SmemSize::kMedium ? 163 : 99);
-}
-
-// Those for 227 KiB are chosen by measurement on an H200, and so is the order of the products. No
-// faster, or slower by up to 5 %: more queries a warp in S^T (less traffic from shared memory), a
-// warp's own part of P^T and dS^T kept in registers above D 64, dQ one block behind (one barrier
-// less), and exponentials between the instructions of dP^T.
-constexpr BwdTile bwd_tile(int head_dim, SmemSize size) {
-  if (head_dim == 64) return BwdTile{4, 64, 128, 1, 2, 2, 4, 2, 2, 2};
-  if (head_dim == 128) {
-    if (size == SmemSize::kSmall) return BwdTile{4, 64, 64, 1, 1, 2, 4, 2, 2, 2};
-    return BwdTile{8, 64, 128, 2, 1, 2, 4, 2, 2, 2};
-  }
-  if (size == SmemSize::kLarge) return BwdTile{8, 128, 64, 1, 1, 2, 4, 2, 2, 2};
-  if (size == SmemSize::kMedium) return BwdTile{8, 64, 64, 1, 1, 2, 2, 2, 2, 2};
-  return BwdTile{4, 32, 32, 1, 1, 1, 2, 2, 2, 1};
-}
-
-template <int kHeadDim_, SmemSize kSize, Dtype kDtype_, MaskMode kMaskMode_>
-struct BwdConfig {
-  static constexpr int kHeadDim = kHeadDim_;
-  static constexpr SmemSize kSmemSize = kSize;
-  static constexpr Dtype kDtype = kDtype_;
-  static constexpr MaskMode kMaskMode = kMaskMode_;
-  static constexpr BwdTile kTile = bwd_tile(kHeadDim, kSize);
-  static constexpr int kWarps = kTile.warps, kThreads = 32 * kWarps, kStages = kTile.stages;
-  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;
-
-  // S^T: kKeyWarps x kQueryWarps warps, each in kPasses tiles one beside the other.
-  static constexpr int kKeyTiles = kTile.key_tiles, kWarpKeys = 16 * kKeyTiles;
-  static constexpr int kQueryTiles = kTile.query_tiles, kTileQueries = 8 * kQueryTiles;
-  static constexpr int kKeyWarps = kBlockN / kWarpKeys, kQueryWarps = kWarps / kKeyWarps;
-  static constexpr int kWarpQueries = kBlockM / kQueryWarps, kPasses = kWarpQueries / kTileQueries;
-  // dK and dV.
-  static constexpr int kGradKeyTiles = kTile.grad_key_tiles;
-  static constexpr int kGradKeyWarps = kBlockN / (16 * kGradKeyTiles);
-  static constexpr int kGradKeyColWarps = kWarps / kGradKeyWarps;
-  static constexpr int kGradKeyCols = kHeadDim / kGradKeyColWarps;  // of a warp
-  // dQ, in kGradQueryPasses tiles one below the other.
-  static constexpr int kGradQueryTiles = kTile.grad_query_tiles;
-  static constexpr int kGradQueryWarps = kTile.grad_query_warps;
-  static constexpr int kGradQueryRows = 16 * kGradQueryTiles * kGradQueryWarps;  // of a pass
-  static constexpr int kGradQueryPasses = kBlockM / kGradQueryRows;
-  static constexpr int kGradQueryColWarps = kWarps / kGradQueryWarps;
-  static constexpr int kGradQueryCols = kHeadDim / kGradQueryColWarps;  // of a warp
-  // P^T and dS^T of a warp are operands of its own dK and dV.
-  static constexpr bool kOwnRows = kQueryWarps == 1 && kGradKeyColWarps == 1;
-  static_assert(!kOwnRows || kKeyTiles == kGradKeyTiles);
-
-  static_assert(kKeyWarps * kQueryWarps == kWarps && kPasses * kTileQueries == kWarpQueries);
-  static_assert(kGradQueryPasses * kGradQueryRows == kBlockM);
-
-  static constexpr int kPairCols = kBlockM < 64 ? 64 : kBlockM;  // the swizzle wants 64
-  struct SharedStorage {
-    alignas(1024) uint16_t sK[kBlockN][kHeadDim];  // dK on the way out
-    uint16_t sV[kBlockN][kHeadDim];                // dV on the way out
-    uint16_t sQ[kStages][kBlockM][kHeadDim];
-    uint16_t sdO[kStages][kBlockM][kHeadDim];
-    uint16_t sdS[kBlockN][kPairCols];
-    uint16_t sP[kOwnRows ? 1 : kBlockN][kPairCols];
-    alignas(16) float lse[kStages][kBlockM];  // in base 2; with a mask tensor natural, and what
-    float delta[kStages][kBlockM];            // BwdParams::lse_log2 adds to it in rest
-    float rest[kMaskMode == MaskMode::kTensor ? kStages : 1][kBlockM];
-  };
-  static constexpr uint32_t kQueryBytes = kBlockM * kHeadDim * 2, kStatBytes = kBlockM * 4;
-
-  using Scores = tile::Accumulator<kKeyTiles, kQueryTiles>;
-  using GradKey = tile::Accumulator<kGradKeyTiles, kGradKeyCols / 8>;
-  using GradQuery = tile::Accumulator<kGradQueryTiles, kGradQueryCols / 8>;
-};
-
-// What the host works out for all CTAs. CTAs start in the order of their index: key blocks run
-// fastest, so that neighbours read the same Q and dO from L2, and first those that a causal band
-// leaves the most queries to.
-struct BwdOrder {
-  attn::FastDivide n_blocks, heads_k;
-  int group;  // query heads of a key head
-  float scale_log2;
-  bool grad_key_aligned, grad_value_aligned;  // rows take 16-byte stores
-  attn::MaskSummaryView summary;              // with MaskMode::kTensor
-};
-
-// The keys of a CTA.
-struct KeyPlace {
-  int n_block;
-  int kv_head_idx;
-  int batch_idx;
-};
-
-FA_DEVICE KeyPlace place_of_cta(const BwdOrder& order, unsigned cta) {
-  const unsigned pair = order.n_blocks.quotient(cta), batch = order.heads_k.quotient(pair);
-  return {static_cast<int>(cta - pair * order.n_blocks.divisor),
-          static_cast<int>(pair - batch * order.heads_k.divisor), static_cast<int>(batch)};
-}
+using bwd_sm80::BwdConfig;
+using bwd_sm80::BwdOrder;
+using bwd_sm80::KeyPlace;
+using bwd_sm80::SmemSize;
 
 // A block of query rows, as the main loop walks them: query heads of the group one after the other.
 struct QueryBlock {
@@ -198,6 +86,7 @@ struct KeyBlock {
   static constexpr int kThreads = Config::kThreads, kPairCols = Config::kPairCols;
   static constexpr Dtype kDtype = Config::kDtype;
   static constexpr bool kTensor = Config::kMaskMode == MaskMode::kTensor;
+  static constexpr bool kPacked = Config::kPacked;
   using CopyQ = tile::TileCopy<kBlockM, kHeadDim, kThreads>;
   using CopyKv = tile::TileCopy<kBlockN, kHeadDim, kThreads>;
 
@@ -210,20 +99,25 @@ struct KeyBlock {
   int first_block, end_block;  // blocks of query rows; none where first_block >= end_block
   typename Config::GradKey rdK, rdV;
 
-  FA_DEVICE KeyBlock(const BwdParams& params, const BwdOrder& order, unsigned char* smem_raw)
+  FA_DEVICE KeyBlock(const BwdParams& params, const BwdOrder& order, const KeyPlace& place,
+                     unsigned char* smem_raw)
       : params(params),
         p(params.fwd),
         order(order),
         smem(*reinterpret_cast<typename Config::SharedStorage*>(smem_raw)),
-        kept_place(place_of_cta(order, blockIdx.x)) {
+        kept_place(place) {
     sK = ptx::smem_addr(smem.sK), sV = ptx::smem_addr(smem.sV);
     sQ = ptx::smem_addr(smem.sQ), sdO = ptx::smem_addr(smem.sdO);
     sdS = ptx::smem_addr(smem.sdS), sP = ptx::smem_addr(smem.sP);
     sLse = ptx::smem_addr(smem.lse), sDelta = ptx::smem_addr(smem.delta);
     sRest = ptx::smem_addr(smem.rest);
-    const int key_begin = place().n_block * kBlockN;
+    if constexpr (kPacked) {
+      if (threadIdx.x == 0) smem.packed[0] = {place, attn::sequence_of<true>(p, place.batch_idx)};
+      __syncthreads();  // the place is there for all
+    }
+    const int key_begin = place.n_block * kBlockN;
     const attn::QueryRange rows =
-        attn::query_range(p, key_begin, min(key_begin + kBlockN, p.seqlen_k));
+        attn::query_range(band(), key_begin, min(key_begin + kBlockN, band().seqlen_k));
     first_block = rows.first / kBlockM;
     end_block = rows.first < rows.end ? (rows.end + kBlockM - 1) / kBlockM : first_block;
     rdK.clear();
@@ -244,8 +138,24 @@ struct KeyBlock {
   static FA_DEVICE int warp() { return thread() / 32; }
 
   FA_DEVICE KeyPlace place() const {
-    return kFreshPlace ? place_of_cta(order, ptx::block_index_again()) : kept_place;
+    if constexpr (kPacked) return smem.packed[0].place;
+    return kFreshPlace ? bwd_sm80::place_of_cta(order, ptx::block_index_again()) : kept_place;
   }
+  // Of the sequence.
+  FA_DEVICE const auto& band() const {
+    if constexpr (kPacked) {
+      return smem.packed[0].sequence;
+    } else {
+      return p;
+    }
+  }
+  FA_DEVICE int first_query() const { return kPacked ? smem.packed[0].sequence.q_begin : 0; }
+  FA_DEVICE int first_key() const { return kPacked ? smem.packed[0].sequence.k_begin : 0; }
+  FA_DEVICE int rows_k() const { return kPacked ? smem.packed[0].sequence.rows_k : p.seqlen_k; }
+  FA_DEVICE int scratch_begin() const {
+    return attn::scratch_begin<kPacked>(p, first_query(), place().batch_idx, kBlockM);
+  }
+
   FA_DEVICE int key_begin() const { return place().n_block * kBlockN; }
   FA_DEVICE int head_begin() const { return place().kv_head_idx * order.group; }
 
@@ -278,12 +188,14 @@ struct KeyBlock {
     const auto [n_block, kv_head_idx, batch_idx] = place();
     const int row = n_block * kBlockN + CopyKv::row(threadIdx.x), col = CopyKv::col(threadIdx.x);
     const auto* gK = static_cast<const uint16_t*>(p.key) + batch_idx * p.key_stride[0] +
-                     kv_head_idx * p.key_stride[1] + row * p.key_stride[2] + col;
+                     kv_head_idx * p.key_stride[1] + (first_key() + row) * p.key_stride[2] + col;
     const auto* gV = static_cast<const uint16_t*>(p.value) + batch_idx * p.value_stride[0] +
-                     kv_head_idx * p.value_stride[1] + row * p.value_stride[2] + col;
+                     kv_head_idx * p.value_stride[1] + (first_key() + row) * p.value_stride[2] +
+                     col;
     const uint32_t offset = CopyKv::smem_offset(threadIdx.x);
-    CopyKv::load_bounded(sK + offset, gK, p.key_stride[2], col, p.head_dim, p.seqlen_k - row);
-    CopyKv::load_bounded(sV + offset, gV, p.value_stride[2], col, p.head_dim, p.seqlen_k - row);
+    CopyKv::load_bounded(sK + offset, gK, p.key_stride[2], col, p.head_dim, band().seqlen_k - row);
+    CopyKv::load_bounded(sV + offset, gV, p.value_stride[2], col, p.head_dim,
+                         band().seqlen_k - row);
   }
 
   // Enqueues the copies of Q, dO and the numbers of their rows.
@@ -293,15 +205,17 @@ struct KeyBlock {
     const int row_begin = at.m_block * kBlockM, row = row_begin + CopyQ::row(t);
     const uint32_t offset = CopyQ::smem_offset(t) + stage * Config::kQueryBytes;
     const auto* gQ = static_cast<const uint16_t*>(p.query) + batch_idx * p.query_stride[0] +
-                     at.head_idx * p.query_stride[1] + row * p.query_stride[2] + col;
-    const auto* gdO =
-        static_cast<const uint16_t*>(params.grad_out) + batch_idx * params.grad_out_stride[0] +
-        at.head_idx * params.grad_out_stride[1] + row * params.grad_out_stride[2] + col;
-    CopyQ::load_bounded(sQ + offset, gQ, p.query_stride[2], col, p.head_dim, p.seqlen_q - row);
+                     at.head_idx * p.query_stride[1] + (first_query() + row) * p.query_stride[2] +
+                     col;
+    const auto* gdO = static_cast<const uint16_t*>(params.grad_out) +
+                      batch_idx * params.grad_out_stride[0] +
+                      at.head_idx * params.grad_out_stride[1] +
+                      (first_query() + row) * params.grad_out_stride[2] + col;
+    CopyQ::load_bounded(sQ + offset, gQ, p.query_stride[2], col, p.head_dim, band().seqlen_q - row);
     CopyQ::load_bounded(sdO + offset, gdO, params.grad_out_stride[2], col, p.head_dim,
-                        p.seqlen_q - row);
-    const int64_t head = int64_t{batch_idx} * p.heads_q + at.head_idx;
-    const int64_t stats = head * params.rows_rounded + row_begin;
+                        band().seqlen_q - row);
+    const int64_t head = attn::head_of<kPacked>(p, batch_idx, at.head_idx);
+    const int64_t stats = head * params.rows_rounded + scratch_begin() + row_begin;
     const uint32_t stat_offset = stage * Config::kStatBytes;
     static_assert(kBlockM <= kThreads);
     if (t < kBlockM / 4) {
@@ -328,9 +242,9 @@ struct KeyBlock {
       const int query =
           warp() % Config::kQueryWarps * Config::kWarpQueries + pass * Config::kTileQueries;
       const attn::TransposedTile<Config::kKeyTiles, Config::kQueryTiles> at(
-          p, block.m_block * kBlockM + query, key_begin() + key);
+          band(), block.m_block * kBlockM + query, key_begin() + key);
       const bool cut =
-          !at.is_visible(p) || (kTensor && at.query_begin + Config::kTileQueries > p.seqlen_q);
+          !at.is_visible(band()) || (kTensor && at.query_begin + Config::kTileQueries > p.seqlen_q);
       // Lane's addresses in K and V, in Q and dO, in P^T and dS^T, and of its numbers of the rows.
       const uint32_t a = tile::lane_offset_a<kHeadDim>(lane()) + key * kRowBytes;
       const uint32_t b = tile::lane_offset_b<kHeadDim>(lane()) + query * kRowBytes;
@@ -341,8 +255,8 @@ struct KeyBlock {
       typename Config::Scores rP, rdS;
       rP.clear();
       tile::gemm_qk<kDtype, kHeadDim, 0>(rP, no_fragments, sK + a, sQ_now + b, nothing);
-      attn::exponentiate<kDtype, kTensor>(rP, p, order.scale_log2, order.summary, sLse + stats,
-                                          sRest + stats, at, cut, place().batch_idx,
+      attn::exponentiate<kDtype, kTensor>(rP, p, band(), order.scale_log2, order.summary,
+                                          sLse + stats, sRest + stats, at, cut, place().batch_idx,
                                           block.head_idx);
       rdS.clear();
       tile::gemm_qk<kDtype, kHeadDim, 0>(rdS, no_fragments, sV + a, sdO_now + b, nothing);
@@ -380,16 +294,18 @@ struct KeyBlock {
 
   // Adds dQ = dS K to the accumulator of the block.
   FA_DEVICE void add_grad_query(const QueryBlock& block) const {
-    const int64_t head = int64_t{place().batch_idx} * p.heads_q + block.head_idx;
+    const int64_t head = attn::head_of<kPacked>(p, place().batch_idx, block.head_idx);
     const int row_begin = block.m_block * kBlockM;
     unsigned *turn = nullptr, turn_of_block = 0;
     if (params.turns != nullptr) {
       // Key blocks add in ascending order, which is that of CTAs: none waits for one that has not
       // started.
-      turn = params.turns + head * (params.rows_rounded / kBlockM) + block.m_block;
+      turn = params.turns + head * (params.rows_rounded / kBlockM) + scratch_begin() / kBlockM +
+             block.m_block;
       turn_of_block =
           place().n_block -
-          attn::key_range(p, row_begin, min(row_begin + kBlockM, p.seqlen_q)).first / kBlockN;
+          attn::key_range(band(), row_begin, min(row_begin + kBlockM, band().seqlen_q)).first /
+              kBlockN;
       if (threadIdx.x == 0) {
         while (ptx::ld_acquire_gpu_global_u32(turn) != turn_of_block) {
         }
@@ -408,8 +324,8 @@ struct KeyBlock {
           rdQ, sdS + (tile::lane_offset_a_of<kStorage, kPairCols>(lane()) ^ (row * 2)),
           sK + (tile::lane_offset_b_trans<kHeadDim>(lane()) ^ (col * 2)));
       float* gdQ = params.grad_query_accum +
-                   (head * params.rows_rounded + row_begin + row) * kHeadDim + col * 16 +
-                   lane() * 4;
+                   (head * params.rows_rounded + scratch_begin() + row_begin + row) * kHeadDim +
+                   col * 16 + lane() * 4;
 #pragma unroll
       for (int m = 0; m < Config::kGradQueryTiles; ++m)
 #pragma unroll
@@ -433,6 +349,19 @@ struct KeyBlock {
     const int t = ptx::thread_index_again(), warp = t / 32;
     const int key = warp / Config::kGradKeyColWarps * 16 * Config::kGradKeyTiles;
     const int col = warp % Config::kGradKeyColWarps * Config::kGradKeyCols;
+    if constexpr (kPacked) {
+      // Rows that the sequence has and does not use: theirs were products of 0 with anything.
+      const int keys_left = band().seqlen_k - key_begin() - key - t % 32 / 4;
+#pragma unroll
+      for (int r = 0; r < 2 * Config::kGradKeyTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < Config::kGradKeyCols / 4; ++i) {
+          if (8 * r < keys_left) continue;
+          rdK.x[r / 2][i / 2][2 * (r % 2) + i % 2] = 0.f;
+          rdV.x[r / 2][i / 2][2 * (r % 2) + i % 2] = 0.f;
+        }
+      }
+    }
     const uint32_t c = (tile::lane_offset_c<kHeadDim>(t % 32) ^ (col * 2)) + key * kRowBytes;
     tile::store_rounded<kDtype, kHeadDim>(sK + c, rdK);
     tile::store_rounded<kDtype, kHeadDim>(sV + c, rdV);
@@ -442,9 +371,9 @@ struct KeyBlock {
       const int key_begin = at.n_block * kBlockN;
       store_rows<kBlockN, kHeadDim, kThreads>(
           static_cast<uint16_t*>(grad) + at.batch_idx * stride[0] + at.kv_head_idx * stride[1] +
-              key_begin * stride[2],
-          stride[2], reinterpret_cast<const unsigned char*>(tile), p.head_dim,
-          p.seqlen_k - key_begin, aligned, t);
+              (first_key() + key_begin) * stride[2],
+          stride[2], reinterpret_cast<const unsigned char*>(tile), p.head_dim, rows_k() - key_begin,
+          aligned, t);
     };
     store(params.grad_key, params.grad_key_stride, smem.sK[0], order.grad_key_aligned);
     store(params.grad_value, params.grad_value_stride, smem.sV[0], order.grad_value_aligned);
@@ -457,7 +386,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
                     const __grid_constant__ BwdOrder order) {
   constexpr int kStages = Config::kStages;
   extern __shared__ __align__(1024) unsigned char smem_raw[];
-  KeyBlock<Config> cta(params, order, smem_raw);
+  const KeyPlace place = Config::kPacked
+                             ? bwd_sm80::packed_place_of_cta(params.fwd.packed, order, blockIdx.x)
+                             : bwd_sm80::place_of_cta(order, blockIdx.x);
+  if (Config::kPacked && place.n_block < 0) return;
+  KeyBlock<Config> cta(params, order, place, smem_raw);
   cta.load_keys();
   QueryBlock block = cta.first();
   if (cta.is_valid(block)) cta.load_queries(block, 0);
@@ -500,7 +433,7 @@ bool takes_pieces(const void* tensor, const int64_t* stride, int head_dim) {
 template <class Config>
 cudaError_t launch_config(const BwdParams& params, cudaStream_t stream) {
   constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
-  static_assert(kSmemBytes <= smem_bytes_of(Config::kSmemSize));
+  static_assert(kSmemBytes <= bwd_sm80::smem_bytes_of(Config::kSmemSize));
   const auto kernel = bwd_sm80_kernel<Config>;
   if (const cudaError_t status =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSmemBytes);
@@ -509,7 +442,8 @@ cudaError_t launch_config(const BwdParams& params, cudaStream_t stream) {
   }
   const FwdParams& p = params.fwd;
   const int64_t n_blocks = (int64_t{p.seqlen_k} + Config::kBlockN - 1) / Config::kBlockN;
-  const int64_t ctas = int64_t{p.batch} * p.heads_k * n_blocks;
+  const int64_t ctas =
+      p.heads_k * (Config::kPacked ? p.packed.max_tiles : int64_t{p.batch} * n_blocks);
   if (ctas > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
   BwdOrder order;
   order.n_blocks = attn::FastDivide(n_blocks);
@@ -529,7 +463,7 @@ template <class F>
 cudaError_t dispatch_tile(int head_dim, int smem_limit_bytes, F&& f) {
   SmemSize size = SmemSize::kSmall;
   for (const SmemSize larger : {SmemSize::kMedium, SmemSize::kLarge})
-    if (smem_limit_bytes >= smem_bytes_of(larger)) size = larger;
+    if (smem_limit_bytes >= bwd_sm80::smem_bytes_of(larger)) size = larger;
   constexpr std::integral_constant<SmemSize, SmemSize::kSmall> small;
   constexpr std::integral_constant<SmemSize, SmemSize::kMedium> medium;
   if (head_dim <= 64) return f(std::integral_constant<int, 64>{}, small);
@@ -559,7 +493,14 @@ BwdShape describe_bwd_sm80(int head_dim, int smem_limit_bytes) {
 cudaError_t launch_bwd_sm80(const BwdParams& params, int smem_limit_bytes, cudaStream_t stream) {
   const MaskMode mode =
       params.fwd.mask_mode == MaskMode::kFull ? MaskMode::kBand : params.fwd.mask_mode;
+  const bool packed = params.fwd.packed.cu_seqlens_q != nullptr;
   return dispatch_tile(params.fwd.head_dim, smem_limit_bytes, [&](auto d, auto size) {
+    if (packed) {
+      return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.fwd.dtype, [&](auto dtype) {
+        return launch_config<BwdConfig<d(), size(), dtype(), MaskMode::kBand, true>>(params,
+                                                                                     stream);
+      });
+    }
     return dispatch_value<MaskMode::kBand, MaskMode::kTensor>(mode, [&](auto mask_mode) {
       return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.fwd.dtype, [&](auto dtype) {
         return launch_config<BwdConfig<d(), size(), dtype(), mask_mode()>>(params, stream);

@@ -47,9 +47,15 @@
 //                                   dS between knows that all have read it
 //               full_p              P -> the warpgroup of dS
 //               full_dq, empty_dq   dQ of all warps -> the adding thread -> all warps
+//               landed_k, landed_q[stage], landed_do[stage]   TMA -> the clearing warp, see below
 //
 // Deterministic: key blocks add to a query block in ascending order, by counters in global memory
 // (BwdParams::turns). A CTA waits only for CTAs before it.
+//
+// Packed sequences: CTAs take key blocks from a list (packed_tiles.cu). A box that runs over the
+// end of a sequence brings rows of the next one. What they do to scores the mask hides; where
+// products are summed over them (Q, dO, K), a warp of the producer's clears them before consumers
+// see the box; and dK and dV of such keys are not stored.
 //
 // Units    strides count elements; scores, LSE and delta as BwdParams says.
 // Needs    sm_90a; what BwdParams says of rows; scale > 0; no mask tensor; head_dim a multiple of
@@ -102,14 +108,29 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::mbarrier_init(ptx::smem_addr(&smem.empty_dq[s]), 1);
     }
     ptx::fence_mbarrier_init();
-    smem.work = bwd_sm90::BwdWork::of_cta<Config>(p.fwd, order);
+    if constexpr (Config::kPacked) {
+      ptx::mbarrier_init(ptx::smem_addr(&smem.landed_k), 1);
+      for (int s = 0; s < Config::kStages; ++s) {
+        ptx::mbarrier_init(ptx::smem_addr(&smem.landed_q[s]), 1);
+        ptx::mbarrier_init(ptx::smem_addr(&smem.landed_do[s]), 1);
+      }
+      ptx::fence_mbarrier_init();
+      ptx::griddepcontrol_wait();  // the list of tiles is in global memory
+    }
+    smem.work = Config::Work::template of_cta<Config>(p, order);
   }
   __syncthreads();
+  if constexpr (Config::kPacked) {
+    if (smem.work.n_block == bwd_sm90::PackedBwdWork::kNoBlock) return;
+  }
   const int warpgroup = ptx::warpgroup_id();
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x == 0) bwd_sm90::BwdProducer<Config>(p, maps, smem).run();
     if (Config::kDqInSmem && threadIdx.x == 32) bwd_sm90::add_dq_blocks<Config>(p, smem);
+    if constexpr (Config::kPacked) {
+      if (threadIdx.x / 32 == 2) bwd_sm90::clear_tails<Config>(smem);
+    }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if constexpr (kRoles) {
@@ -130,18 +151,20 @@ constexpr int64_t kSectionBytes = int64_t{32} << 20;
 // - without a right limit, key blocks run fastest: neighbours read the same queries from L2;
 // - with one, the first keys are seen by the most queries and go first, across a section of (batch,
 //   key head) pairs whose Q, dO and dQ fit in L2 together.
-// In both, the blocks of a head ascend, which deterministic adding relies on.
+// In both, the blocks of a head ascend, which deterministic adding relies on. Those of packed
+// sequences do so in a list, the longest first, that is walked in sections of heads.
 attn::TileOrder make_key_order(const FwdParams& p, int block_n) {
+  const bool packed = p.packed.tiles != nullptr;
   const int64_t n_blocks = (p.seqlen_k + block_n - 1) / block_n;
-  const int64_t pairs = int64_t{p.batch} * p.heads_k, group = p.heads_q / p.heads_k;
+  const int64_t pairs = (packed ? 1 : int64_t{p.batch}) * p.heads_k, group = p.heads_q / p.heads_k;
   int64_t section = 1;
-  if (p.window_right < p.seqlen_k) {
+  if (packed || p.window_right < p.seqlen_k) {
     const int64_t pair_bytes = int64_t{8} * p.seqlen_q * p.head_dim * group;
     section = std::min(pairs, std::max<int64_t>(kSectionBytes / pair_bytes, 1));
   }
   attn::TileOrder order{};
   order.m_blocks = n_blocks;
-  order.num_tiles = pairs * n_blocks;
+  order.num_tiles = pairs * (packed ? p.packed.max_tiles : n_blocks);
   order.num_sections = (pairs + section - 1) / section;
   order.per_section = attn::FastDivide(section * n_blocks);
   order.section_heads = attn::FastDivide(section);
@@ -172,7 +195,8 @@ cudaError_t launch_config(const BwdParams& params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
 
   const int64_t n_blocks = (p.seqlen_k + Config::kBlockN - 1) / Config::kBlockN;
-  if (int64_t{p.batch} * p.heads_k * n_blocks > std::numeric_limits<int>::max())
+  const int64_t tiles_of_head = Config::kPacked ? p.packed.max_tiles : p.batch * n_blocks;
+  if (tiles_of_head * p.heads_k > std::numeric_limits<int>::max())
     return cudaErrorInvalidConfiguration;
   const attn::TileOrder order = make_key_order(p, Config::kBlockN);
   cudaLaunchAttribute attribute{};
@@ -212,7 +236,9 @@ BwdShape describe_bwd_sm90(int head_dim) {
 cudaError_t launch_bwd_sm90(const BwdParams& params, int, cudaStream_t stream) {
   return dispatch_head_dim(params.fwd.head_dim, [&](auto d) {
     return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.fwd.dtype, [&](auto dtype) {
-      return launch_config<bwd_sm90::BwdConfig<d(), dtype()>>(params, stream);
+      return params.fwd.packed.cu_seqlens_q == nullptr
+                 ? launch_config<bwd_sm90::BwdConfig<d(), dtype()>>(params, stream)
+                 : launch_config<bwd_sm90::BwdConfig<d(), dtype(), true>>(params, stream);
     });
   });
 }

@@ -30,9 +30,11 @@ class KeysConsumer : BwdWarpgroup<Config> {
       }
     }
     ptx::bar_sync(1, 256);  // no product reads K and V any more
-    Base::store_gradient(rDv_, smem_.sV, 64 * consumer_, maps_.grad_value);
+    Base::store_gradient(rDv_, smem_.sV, 64 * consumer_, maps_.grad_value, p_.grad_value,
+                         p_.grad_value_stride);
     scale(rDk_, p_.fwd.scale);
-    Base::store_gradient(rDk_, smem_.sK, 64 * consumer_, maps_.grad_key);
+    Base::store_gradient(rDk_, smem_.sK, 64 * consumer_, maps_.grad_key, p_.grad_key,
+                         p_.grad_key_stride);
   }
 
  private:

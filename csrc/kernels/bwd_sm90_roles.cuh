@@ -22,15 +22,20 @@ class RolesConsumer : BwdWarpgroup<Config> {
 
   FA_DEVICE void run() {
     rSum_.clear();
+    if (smem_.work.visits > 0) {
+      if (consumer_ == 0) {
+        loop<kScores>();
+      } else {
+        loop<kGradients>();
+      }
+    }
+    ptx::bar_sync(1, 256);  // no product reads K and V any more
     if (consumer_ == 0) {
-      if (smem_.work.visits > 0) loop<kScores>();
-      ptx::bar_sync(1, 256);  // no product reads K and V any more
-      Base::store_gradient(rSum_, smem_.sV, 0, maps_.grad_value);
+      Base::store_gradient(rSum_, smem_.sV, 0, maps_.grad_value, p_.grad_value,
+                           p_.grad_value_stride);
     } else {
-      if (smem_.work.visits > 0) loop<kGradients>();
-      ptx::bar_sync(1, 256);  // likewise
       scale(rSum_, p_.fwd.scale);
-      Base::store_gradient(rSum_, smem_.sK, 0, maps_.grad_key);
+      Base::store_gradient(rSum_, smem_.sK, 0, maps_.grad_key, p_.grad_key, p_.grad_key_stride);
     }
   }
 

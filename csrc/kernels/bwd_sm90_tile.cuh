@@ -3,7 +3,9 @@
 #pragma once
 #include <cuda.h>
 
-#include "../attn/block_info.cuh"
+#include <type_traits>
+
+#include "../attn/packed.cuh"
 #include "../attn/scheduler.cuh"
 #include "../tile/fragment.cuh"
 #include "../tile/pipeline.cuh"
@@ -37,22 +39,64 @@ struct BwdWork {
   int full_first, full_end;  // those of them that see all, and need no mask
   int visits;                // of query blocks, over all heads of the group
 
+  // Lengths and band, and where the sequence begins in the tensors and in the scratch of a head.
+  FA_DEVICE const FwdParams& band(const FwdParams& p) const { return p; }
+  static constexpr int q_begin() { return 0; }
+  static constexpr int k_begin() { return 0; }
+  static constexpr int scratch_begin() { return 0; }
+
   template <class Config>
-  static FA_DEVICE BwdWork of_cta(const FwdParams& p, const attn::TileOrder& order) {
+  static FA_DEVICE BwdWork of_cta(const BwdParams& params, const attn::TileOrder& order) {
+    const FwdParams& p = params.fwd;
     const attn::WorkTile tile = attn::tile_of_cta(order, blockIdx.x);
     // The order counts down the rows of its tiles: the first CTAs get the first keys.
-    const int n_block = order.m_blocks - 1 - tile.m_block, key = n_block * Config::kBlockN;
-    const attn::QueryRange rows = attn::query_range(p, key, min(key + Config::kBlockN, p.seqlen_k));
-    BwdWork work{n_block, tile.head_idx, tile.batch_idx, 0, 0, 0, 0, 0};
+    const int n_block = order.m_blocks - 1 - tile.m_block;
+    return of_block<Config>(p, p, {n_block, tile.head_idx, tile.batch_idx, 0, 0, 0, 0, 0});
+  }
+  // Band: see attn/block_info.cuh.
+  template <class Config, class Band>
+  static FA_DEVICE BwdWork of_block(const FwdParams& p, const Band& band, BwdWork work) {
+    const int key = work.n_block * Config::kBlockN;
+    const attn::QueryRange rows =
+        attn::query_range(band, key, min(key + Config::kBlockN, band.seqlen_k));
     if (rows.first >= rows.end) return work;
     work.first = rows.first / Config::kBlockM;
     work.end = (rows.end - 1) / Config::kBlockM + 1;
     // Tails, of queries as well, are hidden by the mask.
-    const bool whole = key + Config::kBlockN <= p.seqlen_k;
+    const bool whole = key + Config::kBlockN <= band.seqlen_k;
     work.full_first = (rows.full_first + Config::kBlockM - 1) / Config::kBlockM;
     work.full_end = whole ? rows.full_end / Config::kBlockM : 0;
     work.visits = (work.end - work.first) * (p.heads_q / p.heads_k);
     return work;
+  }
+};
+
+// Of packed sequences; blocks count from the beginning of this one.
+struct PackedBwdWork : BwdWork {
+  attn::Sequence sequence;
+  int first_scratch_row;  // in that of a head
+  int keys, rows;         // from the key block, and from the last query block on, to the end
+
+  FA_DEVICE const attn::Sequence& band(const FwdParams&) const { return sequence; }
+  FA_DEVICE int q_begin() const { return sequence.q_begin; }
+  FA_DEVICE int k_begin() const { return sequence.k_begin; }
+  FA_DEVICE int scratch_begin() const { return first_scratch_row; }
+
+  // The CTAs past the last tile get key block kNoBlock.
+  static constexpr int kNoBlock = -1;
+  template <class Config>
+  static FA_DEVICE PackedBwdWork of_cta(const BwdParams& params, const attn::TileOrder& order) {
+    const FwdParams& p = params.fwd;
+    PackedTile tile;
+    int kv_head_idx;
+    if (!attn::packed_tile(p.packed, order, blockIdx.x, tile, kv_head_idx))
+      return {{kNoBlock, 0, 0, 0, 0, 0, 0, 0}, {}, 0, 0, 0};
+    const attn::Sequence sequence = attn::sequence_of<true>(p, tile.sequence);
+    const int first_scratch_row =
+        attn::scratch_begin<true>(p, sequence.q_begin, tile.sequence, Config::kBlockM);
+    const BwdWork work = of_block<Config>(p, sequence, {tile.block, kv_head_idx, 0, 0, 0, 0, 0, 0});
+    return {work, sequence, first_scratch_row, sequence.seqlen_k - tile.block * Config::kBlockN,
+            sequence.seqlen_q - (work.end - 1) * Config::kBlockM};
   }
 };
 
@@ -63,10 +107,11 @@ struct Visit {
   unsigned key_blocks_before;  // that add to its dQ, with deterministic adding
 };
 
-template <int kHeadDim_, Dtype kDtype_>
+template <int kHeadDim_, Dtype kDtype_, bool kPacked_ = false>
 struct BwdConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Dtype kDtype = kDtype_;
+  static constexpr bool kPacked = kPacked_;
   static constexpr BwdTile kTile = bwd_tile(kHeadDim);
   static constexpr BwdSplit kSplit = kTile.split;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kSplit == BwdSplit::kKeys ? 128 : 64;
@@ -84,6 +129,7 @@ struct BwdConfig {
   static_assert(kStages == 2, "dS and dQ have as many, and share the position");
 
   using Ring = tile::RingPosition<kStages>;
+  using Work = std::conditional_t<kPacked, PackedBwdWork, BwdWork>;
   struct SharedStorage {
     alignas(1024) uint16_t sK[kBlockN * kHeadDim];  // dK on its way out
     alignas(1024) uint16_t sV[kBlockN * kHeadDim];  // dV on its way out
@@ -99,9 +145,11 @@ struct BwdConfig {
     uint64_t full_do[kStages], empty_do[kStages];
     uint64_t full_ds[kStages], full_p;
     uint64_t full_dq[kStages], empty_dq[kStages];
-    BwdWork work;
+    Work work;
     // By state of the ring of Q: twice the stages, since dQ is added after Q has been released.
     Visit visit[2 * kStages];
+    // Packed sequences only: where copies complete that may bring rows of the next sequence.
+    uint64_t landed_k, landed_q[kStages], landed_do[kStages];
   };
   static_assert(sizeof(SharedStorage) <= 232448, "227 KiB");
 

@@ -85,8 +85,9 @@ class BwdWarpgroup {
 
   // Scores that the band or the ends of the sequences hide become -inf. key, row: the first ones.
   FA_DEVICE void mask(Scores& rS, int key, int row) const {
-    const attn::TransposedTile<1, 8> at(p_.fwd, row, key + 16 * warp());
-    attn::mask_band_transposed(rS, p_.fwd, at, lane());
+    const auto& band = smem_.work.band(p_.fwd);
+    const attn::TransposedTile<1, 8> at(band, row, key + 16 * warp());
+    attn::mask_band_transposed(rS, band, at, lane());
   }
 
   // LSE or delta of the lane's columns. Loaded before the wait for the product that they go with:
@@ -204,9 +205,11 @@ class BwdWarpgroup {
   // ---- Epilogue
 
   // Once nobody reads K and V any more: 64 rows of dK or dV, from row on, leave through its tile.
+  // stride: of the gradient, batch, head and row.
   template <int kN>
   FA_DEVICE void store_gradient(const tile::Accumulator<1, kN>& acc, void* sTile, int row,
-                                const CUtensorMap& map) {
+                                const CUtensorMap& map, void* gradient,
+                                const int64_t (&stride)[3]) {
     const uint32_t smem = ptx::smem_addr(sTile);
 #pragma unroll
     for (int k = 0; k < kN / 2; ++k) {
@@ -217,12 +220,39 @@ class BwdWarpgroup {
     ptx::fence_proxy_async();
     ptx::bar_sync(2 + consumer_, 128);
     const int key = smem_.work.n_block * kBlockN + row;
+    if constexpr (Config::kPacked) {
+      // Where the store of a box would run into the next sequence, or there are keys unused.
+      if (smem_.work.keys - row < 64) {
+        store_rows(smem, row, static_cast<uint16_t*>(gradient), stride);
+        return;
+      }
+    }
     if (threadIdx.x % 128 == 0 && key < p_.fwd.seqlen_k) {
       ptx::griddepcontrol_wait();  // where nothing was loaded, nothing has waited yet
       tile::tma_store<kHeadDim>(&map, smem + row * tile::kPanelRowBytes, kKvPanelBytes, 0,
-                                p_.fwd.head_dim, key, smem_.work.kv_head_idx, smem_.work.batch_idx);
+                                p_.fwd.head_dim, smem_.work.k_begin() + key, smem_.work.kv_head_idx,
+                                smem_.work.batch_idx);
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read_0();
+    }
+  }
+
+  // Those of the 64 rows that the sequence has; zeros where they are not used.
+  FA_DEVICE void store_rows(uint32_t smem, int row, uint16_t* gGradient,
+                            const int64_t (&stride)[3]) const {
+    constexpr int kChunks = kHeadDim / 8;
+    const auto& work = smem_.work;
+    const int thread = ptx::thread_index_again() % 128, chunk = thread % kChunks;
+    const int first_key = work.n_block * kBlockN;
+    const int end = min(work.sequence.rows_k - first_key, row + 64);
+    if (8 * chunk >= p_.fwd.head_dim) return;
+    gGradient += work.kv_head_idx * stride[1] + 8 * chunk;
+#pragma unroll 1
+    for (int r = row + thread / kChunks; r < end; r += 128 / kChunks) {
+      const uint32_t address =
+          smem + (chunk / 8 * kBlockN + r) * tile::kPanelRowBytes + ((chunk % 8 ^ (r & 7)) << 4);
+      const uint4 piece = r < work.keys ? ptx::ld_shared_v4_u32(address) : uint4{};
+      *reinterpret_cast<uint4*>(gGradient + (work.k_begin() + first_key + r) * stride[2]) = piece;
     }
   }
 

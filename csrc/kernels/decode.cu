@@ -7,8 +7,9 @@
 // r % group. The keys are split over the CTAs of a row of the grid:
 //
 //   split 0    | K V | K V | K V |            \
-//   split 1                | K V | K V | K V |  >  O and LSE of each, to combine.cu
-//   split 2                              ...  /
+//   split 1                | K V | K V | K V |  >  O and LSE of each, to combine.cu; or merged
+//   here, split 2                              ...  /   where the CTAs of the splits are a cluster
+//   (9.0)
 //
 //   a CTA      shared   a ring of kStages tiles of keys and values, all but one of them in flight
 //                       (cp.async); Q starts in the last, O leaves through the first ones
@@ -17,20 +18,22 @@
 //
 // How many splits there are is decided on the host from shapes; which keys a split has, here, from
 // the length of the sequence. Nothing outside the keys that some row of the tile sees is read:
-// slots past a length, or pages left of a window, may hold anything.
+// slots past a length, or pages left of a window, may hold anything. With a mask these are the keys
+// from the first to the last that it shows, which every CTA finds for itself.
 //
 //   Q [batch][seqlen_q][heads_q][head_dim]   K, V [batch][capacity][heads_k][head_dim] or pages of
 //   them, [pages][page_size][heads_k][head_dim], found through block_table [batch][pages]
 //
 // Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
 // Needs    what DecodeParams says.
-// Bounds   on an H200 the memory's bandwidth for up to 32 rows, 4.2 to 4.5 TB/s of K and V; then
-//          mma.sync, at 40 % of its peak: 3.1 TB/s for 64 rows, 2.0 for 128.
+// Bounds   on an H200 the memory's bandwidth, 4.2 to 4.5 TB/s of K and V, for up to 32 rows. More
+//          would be bound by mma.sync, at 40 % of its peak, and have decode_sm90.cu.
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cmath>
 
-#include "../attn/merge.cuh"
+#include "decode_store.cuh"
 #include "decode_tile.cuh"
 #include "dependent_launch.cuh"
 #include "dispatch.h"
@@ -38,125 +41,6 @@
 
 namespace fa::decode {
 namespace {
-
-// Folds what is special about a scale <= 0 into Q, exactly, so that the main loop sees a positive
-// one: negative, the signs change; zero, Q becomes 0 * Q and the scale 1.
-template <class Config>
-FA_DEVICE void fold_scale(uint16_t* sQ, float scale) {
-  constexpr uint16_t kExponent = Config::kDtype == Dtype::kFloat16 ? 0x7c00 : 0x7f80, kNan = 0x7fff;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < Config::kBlockM * Config::kHeadDim; i += Config::kThreads) {
-    const bool finite = (sQ[i] & kExponent) != kExponent;
-    sQ[i] = scale < 0.f ? sQ[i] ^ 0x8000 : finite ? 0 : kNan;
-  }
-  __syncthreads();  // before the warps read their rows
-}
-
-// -inf to the scores of keys that their rows do not see. The lane's limits are found again here,
-// since at head_dim 256 there are no registers to keep them.
-template <class Config>
-FA_DEVICE void hide(typename Config::Scores& rS, const DecodeParams& p, const Prepared& prepared,
-                    const RowTile& t, int warp_row, int key) {
-  const int lane = ptx::lane_id(), lane_key = key + 2 * (lane % 4);
-#pragma unroll
-  for (int r = 0; r < 2 * Config::kRowTiles; ++r) {
-    const int token = prepared.group.quotient(t.row_begin + warp_row + lane / 4 + 8 * r);
-    const int first = first_key(p, t, token) - lane_key, end = end_key(p, t, token) - lane_key;
-#pragma unroll
-    for (int n = 0; n < Config::kPieceN / 8; ++n) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (8 * n + i < first || 8 * n + i >= end) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
-      }
-    }
-  }
-}
-
-// 8 columns of a row of `out`, or of as many as it has.
-template <Dtype kDtype>
-FA_DEVICE void store_row(uint16_t* gO, const float (&x)[8], int columns, bool aligned) {
-  uint32_t words[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] = ptx::cvt_rn_x2<kDtype>(x[2 * i], x[2 * i + 1]);
-  if (aligned) {
-    *reinterpret_cast<uint4*>(gO) = make_uint4(words[0], words[1], words[2], words[3]);
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < 8; ++e) {
-    if (e < columns) gO[e] = static_cast<uint16_t>(words[e / 2] >> 16 * (e % 2));
-  }
-}
-
-// 8 columns of a row of the tile, merged from those of the key warps.
-struct MergedRow {
-  float x[8];
-  float lse;
-};
-template <class Config>
-FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int row, int col) {
-  float max_lse = -INFINITY, sum = 0.f;
-#pragma unroll
-  for (int w = 0; w < Config::kKeyWarps; ++w) max_lse = fmaxf(max_lse, smem.after.sLse[w][row]);
-  const float reference = attn::merge_reference(max_lse);
-  MergedRow merged{};
-#pragma unroll
-  for (int w = 0; w < Config::kKeyWarps; ++w) {
-    const float weight = attn::merge_weight(smem.after.sLse[w][row], reference);
-    const auto* x = reinterpret_cast<const float4*>(&smem.after.sO[w][row][col]);
-    const float4 low = x[0], high = x[1];
-    const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    sum += weight;
-#pragma unroll
-    for (int e = 0; e < 8; ++e) merged.x[e] += weight * values[e];
-  }
-  const float inverse = attn::merge_inverse(sum);
-#pragma unroll
-  for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
-  merged.lse = attn::merge_lse(reference, sum);
-  return merged;
-}
-
-enum class Target { kOut, kPartial };
-
-// 8 columns of a row of the tile to global memory: the result, or the part of this split.
-template <class Config>
-FA_DEVICE void store_columns(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
-                             int row, int col, const MergedRow& merged, Target target) {
-  const int group = prepared.group.divisor;
-  const int token = prepared.group.quotient(t.row_begin + row);
-  const int head = t.kv_head_idx * group + (t.row_begin + row - token * group);
-  const int64_t out_row =
-      (static_cast<int64_t>(t.batch_idx) * p.heads_q + head) * p.seqlen_q + token;
-  if (target == Target::kPartial) {
-    const int64_t part = out_row * p.num_splits + blockIdx.y;
-    auto* gPart = reinterpret_cast<float4*>(p.partial_out + part * Config::kHeadDim + col);
-    gPart[0] = make_float4(merged.x[0], merged.x[1], merged.x[2], merged.x[3]);
-    gPart[1] = make_float4(merged.x[4], merged.x[5], merged.x[6], merged.x[7]);
-    if (col == 0) p.partial_lse[part] = merged.lse;
-    return;
-  }
-  if (col == 0) p.lse[out_row] = merged.lse;
-  if (col < p.head_dim) {
-    uint16_t* gO = static_cast<uint16_t*>(p.out) + t.batch_idx * p.out_stride[0] +
-                   head * p.out_stride[1] + token * p.out_stride[2] + col;
-    store_row<Config::kDtype>(gO, merged.x, p.head_dim - col, prepared.out_aligned);
-  }
-}
-
-// What the warps left in shared memory to global memory.
-template <class Config>
-FA_DEVICE void store(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
-                     const typename Config::SharedStorage& smem) {
-  constexpr int kChunks = Config::kHeadDim / 8;
-  const int chunks = min(Config::kBlockM, t.rows - t.row_begin) * kChunks;
-  const Target target = p.num_splits > 1 ? Target::kPartial : Target::kOut;
-#pragma unroll 1
-  for (int i = threadIdx.x; i < chunks; i += Config::kThreads) {
-    const int row = i / kChunks, col = i % kChunks * 8;
-    store_columns<Config>(p, prepared, t, row, col, merge_warps<Config>(smem, row, col), target);
-  }
-}
 
 template <class Config>
 FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
@@ -170,13 +54,21 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   const int warp = ptx::warp_id(), lane = ptx::lane_id();
   const int row_warp = warp / Config::kKeyWarps, key_warp = warp % Config::kKeyWarps;
 
-  if (p.cache.seqlens != nullptr) wait_for_kernels_before();  // lengths are memory as well
-  const RowTile t = row_tile<Config>(p, prepared);
+  const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
+  if (in_cluster) cluster_arrive();  // waited for by store_in_cluster
+  const bool asks_memory = p.cache.seqlens != nullptr || p.mask != nullptr;  // for its keys
+  if (asks_memory) wait_for_kernels_before();
+  RowTile t = row_tile<Config>(p, prepared);
+  if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
   const TileRange tiles = tiles_of_split(t, kBlockN, blockIdx.y, prepared.splits);
-  if (p.cache.seqlens == nullptr) wait_for_kernels_before();
+  if (!asks_memory) wait_for_kernels_before();
 
   // ---- Q, and all tiles but one of the ring.
-  const KvLoader<Config> loader(p, t, prepared.aligned, smem_raw);
+  const KvLoader<Config> loader(p, t, prepared.aligned);
+  const auto load = [&](int tile, const typename KvLoader<Config>::Pages& pages, int stage) {
+    loader.load_keys(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sK));
+    loader.load_values(tile, pages, reinterpret_cast<unsigned char*>(smem.stages[stage].sV));
+  };
   typename KvLoader<Config>::Pages next_pages = loader.find_pages(tiles.begin);
   load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.before.sQ));
   ptx::cp_async_commit_group();
@@ -184,7 +76,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   for (int s = 0; s < kStages - 1; ++s) {
     const typename KvLoader<Config>::Pages pages = next_pages;
     next_pages = loader.find_pages(tiles.begin + s + 1);
-    if (tiles.begin + s < tiles.end) loader.load(tiles.begin + s, pages, s);
+    if (tiles.begin + s < tiles.end) load(tiles.begin + s, pages, s);
     ptx::cp_async_commit_group();
   }
 
@@ -218,7 +110,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     __syncthreads();  // the tile has landed for all; all have left the stage that the next copies
                       // overwrite, first of all Q
     const int next = tile + kStages - 1;
-    if (next < tiles.end) loader.load(next, next_pages, stage == 0 ? kStages - 1 : stage - 1);
+    if (next < tiles.end) load(next, next_pages, stage == 0 ? kStages - 1 : stage - 1);
     ptx::cp_async_commit_group();
     next_pages = loader.find_pages(next + 1);
 
@@ -261,6 +153,9 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
           make_float2(rO.x[r / 2][d][2 * (r % 2)], rO.x[r / 2][d][2 * (r % 2) + 1]);
   }
   __syncthreads();  // O of all warps is there
+  if constexpr (Config::kClusters) {
+    if (in_cluster) return store_in_cluster<Config>(p, prepared, t, smem);
+  }
   store<Config>(p, prepared, t, smem);
 }
 
@@ -279,46 +174,89 @@ __global__ void __launch_bounds__(Config::kThreads,
   if constexpr (Config::kLarge == kRunsLarge) attend<Config>(p, prepared);
 }
 
-bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
-         stride[1] % 8 == 0 && stride[2] % 8 == 0;
-}
-
 template <class Config>
 constexpr int kSmemBytes = sizeof(typename Config::SharedStorage);
 
 template <class Config>
-cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
-  const auto kernel = decode_kernel<Config>;
-  if (const cudaError_t status = allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>);
-      status != cudaSuccess) {
-    return status;
-  }
-  const int group = p.heads_q / p.heads_k;
-  const bool whole = p.head_dim % 8 == 0;
-  const Prepared prepared{attn::FastDivide(p.heads_k), attn::FastDivide(group),
-                          attn::FastDivide(p.num_splits),
-                          (whole || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
-                              in_pieces(p.cache.key, p.cache.key_stride) &&
-                              in_pieces(p.cache.value, p.cache.value_stride),
-                          whole && in_pieces(p.out, p.out_stride)};
-  const int64_t m_blocks = (int64_t{p.seqlen_q} * group + Config::kBlockM - 1) / Config::kBlockM;
-  const dim3 grid(p.heads_k * m_blocks, p.num_splits, p.batch);
-  return launch_kernel(features, kernel, grid, Config::kThreads, kSmemBytes<Config>, stream, p,
-                       prepared);
+cudaError_t allow() {
+  return allow_shared_memory<decode_kernel<Config>>(kSmemBytes<Config>, Config::kClusters);
 }
 
-// Calls f(head_dim instance, block_m, large). At head_dim 256, 128 rows do not leave room for keys.
+// The CTAs of the splits of a row of tiles are a cluster.
+struct ClusterLaunch {
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t config;
+
+  ClusterLaunch(dim3 grid, int threads, int smem_bytes, int cluster, cudaStream_t stream)
+      : attributes{}, config{} {
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim.x = attributes[1].val.clusterDim.z = 1;
+    attributes[1].val.clusterDim.y = cluster;
+    config.gridDim = grid;
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = attributes;
+    config.numAttrs = 2;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;  // config points into it
+};
+
+template <class Config>
+cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
+  if (const cudaError_t status = allow<Config>(); status != cudaSuccess) return status;
+  const dim3 grid = grid_of<Config>(p);
+  if (p.num_splits > 1 && p.partial_out == nullptr) {
+    if (!Config::kClusters) return cudaErrorInvalidValue;
+    const ClusterLaunch launch(grid, Config::kThreads, kSmemBytes<Config>, p.num_splits, stream);
+    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p));
+  }
+  return launch_kernel(features, decode_kernel<Config>, grid, Config::kThreads, kSmemBytes<Config>,
+                       stream, p, prepare(p));
+}
+
+// Of clusters of `cluster` CTAs; 0 where the driver refuses.
+template <class Config>
+int count_clusters(int cluster) {
+  if (!Config::kClusters || cluster > kMaxCluster) return 0;
+  static std::atomic<int> known[64][kMaxCluster + 1];  // by device, plus 1
+  int device;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= 64) return 0;
+  std::atomic<int>& entry = known[device][cluster];
+  if (const int count = entry.load(std::memory_order_relaxed); count != 0) return count - 1;
+  int count = 0;
+  const ClusterLaunch launch(dim3(1, cluster), Config::kThreads, kSmemBytes<Config>, cluster,
+                             nullptr);
+  if (allow<Config>() != cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&count, decode_kernel<Config>, &launch.config) !=
+          cudaSuccess) {
+    (void)cudaGetLastError();
+    count = 0;
+  }
+  entry.store(count + 1, std::memory_order_relaxed);
+  return count;
+}
+
+// Rows of the largest tile. At head_dim 256, 128 rows do not leave room for keys; the large tiles
+// leave more than 32 rows to decode_sm90.cu, but for caches whose rows it cannot take.
+constexpr int most_rows(int head_dim, bool large) {
+  return head_dim == 256 ? 64 : large ? 32 : 128;
+}
+
+// Calls f(head_dim instance, block_m, large).
 template <class F>
 cudaError_t dispatch_tile(int head_dim, int rows, LaunchFeatures features, F&& f) {
   const int instance = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
-  const int most = instance == 256 ? 64 : 128;
-  const int block_m = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : most;
+  const int block_m = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
   return dispatch_value<64, 128, 256>(instance, [&](auto d) {
-    return dispatch_value<16, 32, 64, 128>(block_m, [&](auto m) {
-      constexpr std::integral_constant<int, (d() == 256 && m() == 128) ? 64 : m()> fitting;
-      return dispatch_value<false, true>(features == LaunchFeatures::kSm90,
-                                         [&](auto large) { return f(d, fitting, large); });
+    return dispatch_value<false, true>(features == LaunchFeatures::kSm90, [&](auto large) {
+      return dispatch_value<16, 32, 64, 128>(block_m, [&](auto m) {
+        constexpr int kMost = most_rows(d(), large());
+        constexpr std::integral_constant<int, (m() < kMost ? m() : kMost)> fitting;
+        return f(d, fitting, large);
+      });
     });
   });
 }
@@ -340,6 +278,16 @@ DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features) {
   return shape;
 }
 
+int decode_clusters(int head_dim, int rows, int num_splits, LaunchFeatures features) {
+  int count = 0;
+  decode::dispatch_tile(head_dim, rows, features, [&](auto d, auto m, auto large) {
+    count = decode::count_clusters<decode::DecodeConfig<d(), m(), large(), Dtype::kFloat16>>(
+        num_splits);
+    return cudaSuccess;
+  });
+  return count;
+}
+
 cudaError_t launch_decode(const DecodeParams& p, LaunchFeatures features, cudaStream_t stream) {
   const int rows = p.seqlen_q * (p.heads_q / p.heads_k);
   const cudaError_t status =
@@ -349,7 +297,7 @@ cudaError_t launch_decode(const DecodeParams& p, LaunchFeatures features, cudaSt
           return decode::launch_config<Config>(p, features, stream);
         });
       });
-  if (status != cudaSuccess || p.num_splits == 1) return status;
+  if (status != cudaSuccess || p.num_splits == 1 || p.partial_out == nullptr) return status;
   return launch_combine(p, features, stream);
 }
 

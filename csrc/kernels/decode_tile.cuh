@@ -1,6 +1,8 @@
 // The tiles of decode.cu: shapes and shared memory, the rows and the keys of a CTA, and how Q, K
 // and V get to shared memory.
 #pragma once
+#include <type_traits>
+
 #include "../attn/paged_kv.cuh"
 #include "../attn/scheduler.cuh"
 #include "../attn/softmax.cuh"
@@ -25,14 +27,14 @@ struct DecodeTile {
 constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
   const int row_tiles = block_m > 16 && head_dim <= 128 ? 2 : 1;
   const int row_warps = block_m / (16 * row_tiles), warps = large ? 8 : 4;
-  // 128 rows keep the tensor cores busy, and want the ring in small steps.
-  const int block_n = (large && block_m < 128 ? 16384 : 8192) / head_dim;
+  const int block_n = (large ? 16384 : 8192) / head_dim;
   const int piece_n = head_dim == 64 ? 32 : 16;
   const int key_warps =
       warps / row_warps < block_n / piece_n ? warps / row_warps : block_n / piece_n;
-  const int stages = large && block_m == 128 ? 6 : 3;
-  return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, stages};
+  return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, /*stages=*/3};
 }
+
+constexpr int kMaxCluster = 16;  // more than 8 need leave, see launch_config
 
 // What the host finds out for all CTAs.
 struct Prepared {
@@ -42,6 +44,28 @@ struct Prepared {
   bool aligned;             // rows of query, key and value come in pieces of 16 bytes
   bool out_aligned;         // those of out too
 };
+
+inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
+         stride[1] % 8 == 0 && stride[2] % 8 == 0;
+}
+
+inline Prepared prepare(const DecodeParams& p) {
+  const bool whole = p.head_dim % 8 == 0;
+  return {attn::FastDivide(p.heads_k), attn::FastDivide(p.heads_q / p.heads_k),
+          attn::FastDivide(p.num_splits),
+          (whole || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
+              in_pieces(p.cache.key, p.cache.key_stride) &&
+              in_pieces(p.cache.value, p.cache.value_stride),
+          whole && in_pieces(p.out, p.out_stride)};
+}
+
+template <class Config>
+dim3 grid_of(const DecodeParams& p) {
+  const int64_t rows = int64_t{p.seqlen_q} * (p.heads_q / p.heads_k);
+  const int64_t m_blocks = (rows + Config::kBlockM - 1) / Config::kBlockM;
+  return dim3(p.heads_k * m_blocks, p.num_splits, p.batch);
+}
 
 template <int kHeadDim_, int kBlockM_, bool kLarge_, Dtype kDtype_>
 struct DecodeConfig {
@@ -62,17 +86,30 @@ struct DecodeConfig {
     uint16_t sK[kBlockN][kHeadDim];
     uint16_t sV[kBlockN][kHeadDim];
   };
-  union SharedStorage {
-    Stage stages[kStages];
-    struct {
-      unsigned char ring[sizeof(Stage) * (kStages - 1)];
-      uint16_t sQ[kBlockM][kHeadDim];  // until it is in registers
-    } before;
-    struct {
-      float sO[kKeyWarps][kBlockM][kOutCols];
-      float sLse[kKeyWarps][kBlockM];
-    } after;
+  // Whether splits can merge in a cluster: where there is shared memory left for their parts.
+  static constexpr bool kClusters = kLarge && kBlockM * kHeadDim <= 4096;
+  static constexpr int kParts = kBlockM * kHeadDim / 8 + kMaxCluster;
+  struct Parts {
+    float x[kParts][8];
+    float lse[kParts];
   };
+  struct NoParts {};
+  struct SharedStorage {
+    union {
+      Stage stages[kStages];
+      struct {
+        unsigned char ring[sizeof(Stage) * (kStages - 1)];
+        uint16_t sQ[kBlockM][kHeadDim];  // until it is in registers
+      } before;
+      struct {
+        float sO[kKeyWarps][kBlockM][kOutCols];
+        float sLse[kKeyWarps][kBlockM];
+      } after;
+    };
+    alignas(16) std::conditional_t<kClusters, Parts, NoParts> parts;  // see store_in_cluster
+    int first_key, end_key;                                           // see narrow_to_mask
+  };
+  static_assert(sizeof(SharedStorage) <= (kLarge ? 227 << 10 : 99 << 10));
   static_assert(sizeof(uint16_t[kBlockM][kHeadDim]) <= sizeof(Stage));
 
   using CopyKv = tile::TileCopy<kBlockN, kHeadDim, kThreads>;
@@ -124,6 +161,68 @@ FA_DEVICE RowTile row_tile(const DecodeParams& p, const Prepared& prepared) {
   return t;
 }
 
+FA_DEVICE const uint8_t* mask_row(const DecodeParams& p, const RowTile& t, int token) {
+  return static_cast<const uint8_t*>(p.mask) + t.batch_idx * p.mask_stride[0] +
+         token * p.mask_stride[1];
+}
+
+// First and last + 1 of the bytes [first, end) of a row of the mask that are not 0, for the keys of
+// one thread: pieces of 16 bytes, after a head that is not aligned, dealt out to all threads.
+FA_DEVICE void scan_mask_row(const uint8_t* row, int first, int end, int threads, int& low,
+                             int& high) {
+  const auto see = [&](int key, uint32_t byte) {
+    if (byte == 0) return;
+    low = min(low, key);
+    high = max(high, key + 1);
+  };
+  const int head =
+      min(first + static_cast<int>(-reinterpret_cast<uintptr_t>(row + first) % 16), end);
+  const int pieces = (end - head) / 16, tail = head + 16 * pieces;
+  const int thread = threadIdx.x;
+  if (thread < head - first) see(first + thread, row[first + thread]);
+  if (thread < end - tail) see(tail + thread, row[tail + thread]);
+#pragma unroll 4
+  for (int i = thread; i < pieces; i += threads) {
+    const int key = head + 16 * i;
+    const uint4 piece = *reinterpret_cast<const uint4*>(row + key);
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+      if (words[w] == 0) continue;
+      low = min(low, key + 4 * w + (__ffs(words[w]) - 1) / 8);
+      high = max(high, key + 4 * w + 4 - __clz(words[w]) / 8);
+    }
+  }
+}
+
+// Narrows the keys of a tile to those from the first to the last that the mask shows to its rows:
+// what a cache holds of a length that only the mask knows. Every score is then compared with it.
+template <class Config>
+FA_DEVICE void narrow_to_mask(const DecodeParams& p, const Prepared& prepared,
+                              typename Config::SharedStorage& smem, RowTile& t) {
+  if (threadIdx.x == 0) {
+    smem.first_key = t.end;
+    smem.end_key = t.first;
+  }
+  __syncthreads();  // before the others change them
+  const int top = prepared.group.quotient(t.row_begin);
+  const int bottom = prepared.group.quotient(min(t.row_begin + Config::kBlockM, t.rows) - 1);
+  int low = t.end, high = t.first;
+#pragma unroll 1
+  for (int token = top; token <= (p.mask_stride[1] == 0 ? top : bottom); ++token)
+    scan_mask_row(mask_row(p, t, token), t.first, t.end, Config::kThreads, low, high);
+  low = __reduce_min_sync(0xffffffff, low);
+  high = __reduce_max_sync(0xffffffff, high);
+  if (ptx::lane_id() == 0) {
+    atomicMin(&smem.first_key, low);
+    atomicMax(&smem.end_key, high);
+  }
+  __syncthreads();  // all have found theirs
+  t.first = smem.first_key;
+  t.end = smem.end_key;
+  t.full_first = t.full_end = t.end;
+}
+
 // Tiles [begin, end) of a split: all splits have the same number of them, or one less.
 struct TileRange {
   int begin;
@@ -156,14 +255,8 @@ struct KvLoader {
     int index[Copy::kSteps];
   };
 
-  const DecodeParams& p;
-  const RowTile& t;
-  const bool aligned;
-  unsigned char* const ring;
-
-  FA_DEVICE KvLoader(const DecodeParams& params, const RowTile& row_tile, bool rows_aligned,
-                     unsigned char* stages)
-      : p(params), t(row_tile), aligned(rows_aligned), ring(stages) {}
+  FA_DEVICE KvLoader(const DecodeParams& params, const RowTile& row_tile, bool rows_aligned)
+      : p(params), t(row_tile), aligned(rows_aligned) {}
 
   FA_DEVICE int key_of_step(int tile, int i) const {
     return tile * Config::kBlockN + Copy::row(ptx::thread_index_again()) + i * Copy::kRowStep;
@@ -180,66 +273,54 @@ struct KvLoader {
     return pages;
   }
 
-  FA_DEVICE void load(int tile, const Pages& pages, int stage) const {
+  // Rows of one tile of keys, or of values, to `target` in shared memory.
+  FA_DEVICE void load_keys(int tile, const Pages& pages, unsigned char* target) const {
+    load_rows(p.cache.key, p.cache.key_stride, tile, pages, target);
+  }
+  FA_DEVICE void load_values(int tile, const Pages& pages, unsigned char* target) const {
+    load_rows(p.cache.value, p.cache.value_stride, tile, pages, target);
+  }
+
+ private:
+  FA_DEVICE void load_rows(const void* tensor, const int64_t (&stride)[3], int tile,
+                           const Pages& pages, unsigned char* target) const {
     // All that is the same for every tile is found again, and takes no registers in between.
     const int thread = ptx::thread_index_again(), col = Copy::col(thread);
-    unsigned char* sK = ring + stage * sizeof(typename Config::Stage) + Copy::smem_offset(thread);
-    const uint16_t* gK =
-        static_cast<const uint16_t*>(p.cache.key) + t.kv_head_idx * p.cache.key_stride[1] + col;
-    const uint16_t* gV =
-        static_cast<const uint16_t*>(p.cache.value) + t.kv_head_idx * p.cache.value_stride[1] + col;
-    const int64_t k_row = p.cache.key_stride[2], v_row = p.cache.value_stride[2];
+    target += Copy::smem_offset(thread);
+    const uint32_t address = ptx::smem_addr(target);
+    const uint16_t* source = static_cast<const uint16_t*>(tensor) + t.kv_head_idx * stride[1] + col;
     if (!aligned) {
 #pragma unroll 1
       for (int i = 0; i < Copy::kSteps; ++i) {
         const int key = key_of_step(tile, i);
-        const int64_t row = attn::row_in_page(p.cache, key);
         // Not pages.index[i]: an index found at run time would move the array to local memory.
         const int64_t page = visible(key) ? attn::page_of(p.cache, t.batch_idx, key) : 0;
-        copy_row_by_elements(sK + i * Copy::kRowStep * Config::kHeadDim * 2,
-                             gK + page * p.cache.key_stride[0] + row * k_row,
-                             gV + page * p.cache.value_stride[0] + row * v_row,
-                             visible(key) ? p.head_dim - col : 0);
+        const uint16_t* row =
+            source + page * stride[0] + int64_t{attn::row_in_page(p.cache, key)} * stride[2];
+#pragma unroll 1
+        for (int line = 0; line < Copy::kLines; ++line)
+          copy_elements(target + Copy::offset(i, line), row + line * 64,
+                        visible(key) ? p.head_dim - col - line * 64 : 0);
       }
     } else if (p.cache.block_table == nullptr) {
-      const int64_t page = t.batch_idx, row = key_of_step(tile, 0);
-      const uint16_t* k = gK + page * p.cache.key_stride[0] + row * k_row;
-      const uint16_t* v = gV + page * p.cache.value_stride[0] + row * v_row;
+      source += int64_t{t.batch_idx} * stride[0] + int64_t{key_of_step(tile, 0)} * stride[2];
 #pragma unroll
-      for (int i = 0; i < Copy::kSteps; ++i) {
-        load_step(sK, k, v, tile, i, col);
-        k += Copy::kRowStep * k_row;
-        v += Copy::kRowStep * v_row;
-      }
+      for (int i = 0; i < Copy::kSteps; ++i, source += Copy::kRowStep * stride[2])
+        Copy::load_step(address, source, i, col, p.head_dim, visible(key_of_step(tile, i)));
     } else {
 #pragma unroll
       for (int i = 0; i < Copy::kSteps; ++i) {
-        const int64_t page = pages.index[i];
-        const int64_t row = attn::row_in_page(p.cache, key_of_step(tile, i));
-        load_step(sK, gK + page * p.cache.key_stride[0] + row * k_row,
-                  gV + page * p.cache.value_stride[0] + row * v_row, tile, i, col);
+        const int key = key_of_step(tile, i);
+        const uint16_t* row = source + int64_t{pages.index[i]} * stride[0] +
+                              int64_t{attn::row_in_page(p.cache, key)} * stride[2];
+        Copy::load_step(address, row, i, col, p.head_dim, visible(key));
       }
     }
   }
 
- private:
-  FA_DEVICE void load_step(unsigned char* sK, const uint16_t* k, const uint16_t* v, int tile, int i,
-                           int col) const {
-    const uint32_t address = ptx::smem_addr(sK);
-    const bool valid = visible(key_of_step(tile, i));
-    Copy::load_step(address, k, i, col, p.head_dim, valid);
-    Copy::load_step(address + sizeof(typename Config::Stage) / 2, v, i, col, p.head_dim, valid);
-  }
-
-  static FA_DEVICE void copy_row_by_elements(unsigned char* sK, const uint16_t* k,
-                                             const uint16_t* v, int columns) {
-#pragma unroll 1
-    for (int line = 0; line < Copy::kLines; ++line) {
-      copy_elements(sK + line * 128, k + line * 64, columns - line * 64);
-      copy_elements(sK + sizeof(typename Config::Stage) / 2 + line * 128, v + line * 64,
-                    columns - line * 64);
-    }
-  }
+  const DecodeParams& p;
+  const RowTile& t;
+  const bool aligned;
 };
 
 template <class Config>
@@ -261,8 +342,51 @@ FA_DEVICE void load_query(const DecodeParams& p, const Prepared& prepared, const
     } else {
 #pragma unroll 1
       for (int line = 0; line < Copy::kLines; ++line)
-        copy_elements(sQ + i * Copy::kRowStep * Config::kHeadDim * 2 + line * 128, gQ + line * 64,
+        copy_elements(sQ + Copy::offset(i, line), gQ + line * 64,
                       row < t.rows ? p.head_dim - col - line * 64 : 0);
+    }
+  }
+}
+
+// Folds what is special about a scale <= 0 into Q, exactly, so that the main loop sees a positive
+// one: negative, the signs change; zero, Q becomes 0 * Q and the scale 1.
+template <class Config>
+FA_DEVICE void fold_scale(uint16_t* sQ, float scale) {
+  constexpr uint16_t kExponent = Config::kDtype == Dtype::kFloat16 ? 0x7c00 : 0x7f80, kNan = 0x7fff;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < Config::kBlockM * Config::kHeadDim; i += Config::kThreads) {
+    const bool finite = (sQ[i] & kExponent) != kExponent;
+    sQ[i] = scale < 0.f ? sQ[i] ^ 0x8000 : finite ? 0 : kNan;
+  }
+  __syncthreads();  // before the warps read their rows
+}
+
+// -inf to the scores of keys that their rows do not see. The lane's limits are found again here,
+// since at head_dim 256 there are no registers to keep them.
+template <class Config>
+FA_DEVICE void hide(typename Config::Scores& rS, const DecodeParams& p, const Prepared& prepared,
+                    const RowTile& t, int warp_row, int key) {
+  const int lane = ptx::lane_id(), lane_key = key + 2 * (lane % 4);
+#pragma unroll
+  for (int r = 0; r < 2 * Config::kRowTiles; ++r) {
+    const int token = prepared.group.quotient(t.row_begin + warp_row + lane / 4 + 8 * r);
+    const int first = first_key(p, t, token) - lane_key, end = end_key(p, t, token) - lane_key;
+#pragma unroll
+    for (int n = 0; n < Config::kPieceN / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (8 * n + i < first || 8 * n + i >= end) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
+      }
+    }
+    if (p.mask == nullptr) continue;
+    const uint8_t* gMask = mask_row(p, t, min(token, p.seqlen_q - 1)) + lane_key;
+#pragma unroll
+    for (int n = 0; n < Config::kPieceN / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool inside = 8 * n + i >= first && 8 * n + i < end;
+        if (inside && gMask[8 * n + i] == 0) rS.x[r / 2][n][2 * (r % 2) + i] = -INFINITY;
+      }
     }
   }
 }

@@ -38,6 +38,7 @@
 #include "../attn/block_info.cuh"
 #include "../attn/mask.cuh"
 #include "../attn/mask_summary.cuh"
+#include "../attn/packed.cuh"
 #include "../attn/scheduler.cuh"
 #include "../attn/softmax.cuh"
 #include "../tile/copy.cuh"
@@ -65,25 +66,28 @@ struct FwdTile {
 // large: for devices whose shared memory holds the 128-row tile of D 256 (192 KiB). A100 (163 KiB)
 // and the 99 KiB devices lack it. Chosen by measurement on an H200; the compile report shows what
 // each instance takes.
-constexpr FwdTile fwd_tile(int head_dim, bool large, MaskMode mask_mode) {
+constexpr FwdTile fwd_tile(int head_dim, bool large, MaskMode mask_mode, bool packed) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ != 900
   constexpr int kQRegSteps = 4;  // more of them spill in the code for other architectures
 #else
   constexpr int kQRegSteps = 16;
 #endif
-  const int q_256 = mask_mode == MaskMode::kTensor ? 0 : kQRegSteps;  // reading a mask needs some
+  // Reading a mask needs some, and so does a sequence's place.
+  const int q_256 = mask_mode == MaskMode::kTensor ? 0 : packed ? 4 : kQRegSteps;
   if (head_dim == 64) return FwdTile{4, 2, 64, 2, 2, 2, 4, false, true, true};
   if (head_dim == 128) return FwdTile{4, 2, 64, 2, 2, 2, 0, false, false, true};
   if (large) return FwdTile{8, 1, 32, 1, 4, 1, q_256, true, false, false};
   return FwdTile{4, 1, 32, 1, 2, 1, 0, false, false, false};
 }
 
-template <int kHeadDim_, bool kLarge_, Dtype kDtype_, MaskMode kMaskMode_>
+template <int kHeadDim_, bool kLarge_, Dtype kDtype_, MaskMode kMaskMode_, bool kPacked_ = false>
 struct FwdConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Dtype kDtype = kDtype_;
   static constexpr MaskMode kMaskMode = kMaskMode_;
-  static constexpr FwdTile kTile = fwd_tile(kHeadDim, kLarge_, kMaskMode);
+  static constexpr bool kPacked = kPacked_;  // see attn/packed.cuh
+  static_assert(!kPacked || kMaskMode == MaskMode::kBand);
+  static constexpr FwdTile kTile = fwd_tile(kHeadDim, kLarge_, kMaskMode, kPacked_);
   static constexpr int kRowTiles = kTile.row_tiles, kWarpRows = 16 * kRowTiles;
   static constexpr int kBlockM = kTile.warps * kWarpRows, kBlockN = kTile.block_n;
   static constexpr int kPieces = kTile.pieces, kPieceN = kBlockN / kPieces;
@@ -131,18 +135,22 @@ template <class Config>
 FA_DEVICE void store_output(const FwdParams& p, const attn::TileOrder& order, unsigned char* sO,
                             typename Config::Output& rO, typename Config::Softmax& softmax) {
   constexpr int kHeadDim = Config::kHeadDim, kWarpRows = Config::kWarpRows, kChunks = kHeadDim / 8;
-  const attn::WorkTile work = attn::tile_of_cta(order, ptx::block_index_again());
+  const attn::WorkTile work =
+      attn::work_of_cta<Config::kPacked>(p, order, ptx::block_index_again());
+  const attn::Sequence sequence = attn::sequence_of<Config::kPacked>(p, work.batch_idx);
+  const auto& band = attn::band_of<Config::kPacked>(p, sequence);
   const int lane = ptx::lane_id(), smem_row = ptx::thread_index_again() / 32 * kWarpRows;
   const int row_begin = work.m_block * Config::kBlockM + smem_row;
 
-  float* gLse =
-      p.lse + (static_cast<int64_t>(work.batch_idx) * p.heads_q + work.head_idx) * p.seqlen_q;
+  float* gLse = p.lse +
+                attn::head_of<Config::kPacked>(p, work.batch_idx, work.head_idx) * p.seqlen_q +
+                sequence.q_begin;
   float lse[2 * Config::kRowTiles];
   softmax.finalize(rO, order.scale, lse);
 #pragma unroll
   for (int r = 0; r < 2 * Config::kRowTiles; ++r) {
     const int row = row_begin + lane / 4 + 8 * r;
-    if (lane % 4 == 0 && row < p.seqlen_q) gLse[row] = lse[r];
+    if (lane % 4 == 0 && row < band.seqlen_q) gLse[row] = lse[r];
   }
   __syncwarp();  // other lanes' ldmatrix of Q are over; O overwrites it
 #pragma unroll
@@ -161,13 +169,13 @@ FA_DEVICE void store_output(const FwdParams& p, const attn::TileOrder& order, un
                  work.head_idx * p.out_stride[1];
   constexpr int kPassRows = 32 / kChunks;  // rows that the warp stores at once
   const int chunk = lane % kChunks, columns = min(8, p.head_dim - chunk * 8);
-  gO += (row_begin + lane / kChunks) * p.out_stride[2] + chunk * 8;
+  gO += (sequence.q_begin + row_begin + lane / kChunks) * p.out_stride[2] + chunk * 8;
   if (columns <= 0) return;
   if (order.out_aligned) {
 #pragma unroll
     for (int i = 0; i < kWarpRows / kPassRows; ++i, gO += kPassRows * p.out_stride[2]) {
       const int r = lane / kChunks + i * kPassRows;
-      if (row_begin + r < p.seqlen_q)
+      if (row_begin + r < band.seqlen_q)
         *reinterpret_cast<uint4*>(gO) =
             *reinterpret_cast<const uint4*>(sO + tile::swizzle<kHeadDim>(smem_row + r, chunk));
     }
@@ -177,7 +185,7 @@ FA_DEVICE void store_output(const FwdParams& p, const attn::TileOrder& order, un
       const auto* source =
           reinterpret_cast<const uint16_t*>(sO + tile::swizzle<kHeadDim>(smem_row + r, chunk));
 #pragma unroll 1
-      for (int e = 0; e < columns && row_begin + r < p.seqlen_q; ++e) gO[e] = source[e];
+      for (int e = 0; e < columns && row_begin + r < band.seqlen_q; ++e) gO[e] = source[e];
     }
   }
 }
@@ -206,12 +214,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
   const uint32_t full = ptx::smem_addr(smem.full), empty = ptx::smem_addr(smem.empty);
   const int thread = threadIdx.x, warp = ptx::warp_id(), lane = ptx::lane_id();
 
-  const attn::WorkTile work = attn::tile_of_cta(order, blockIdx.x);
+  const attn::WorkTile work = attn::work_of_cta<Config::kPacked>(p, order, blockIdx.x);
+  if (Config::kPacked && work.m_block < 0) return;
+  const attn::Sequence sequence = attn::sequence_of<Config::kPacked>(p, work.batch_idx);
   const int row_begin = work.m_block * kBlockM, warp_row = row_begin + warp * kWarpRows;
   // The CTA loads the key blocks of all its rows; each warp computes on those of its own.
-  const attn::KeyRange keys = attn::key_range(p, row_begin, min(row_begin + kBlockM, p.seqlen_q));
+  const auto& band = attn::band_of<Config::kPacked>(p, sequence);
+  const attn::KeyRange keys =
+      attn::key_range(band, row_begin, min(row_begin + kBlockM, band.seqlen_q));
   const attn::KeyRange warp_keys =
-      attn::key_range(p, min(warp_row, p.seqlen_q), min(warp_row + kWarpRows, p.seqlen_q));
+      attn::key_range(band, min(warp_row, band.seqlen_q), min(warp_row + kWarpRows, band.seqlen_q));
   const int first_block = keys.first / kBlockN;
   const attn::MaskedBlocks<kBlockM, kBlockN> masked_blocks(p, work.batch_idx, work.head_idx,
                                                            row_begin);
@@ -225,9 +237,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
   typename Config::Softmax softmax;
   if (thread == 0) {
     smem.gK = static_cast<const uint16_t*>(p.key) + work.batch_idx * p.key_stride[0] +
-              work.kv_head_idx * p.key_stride[1];
+              work.kv_head_idx * p.key_stride[1] + sequence.k_begin * p.key_stride[2];
     smem.gV = static_cast<const uint16_t*>(p.value) + work.batch_idx * p.value_stride[0] +
-              work.kv_head_idx * p.value_stride[1];
+              work.kv_head_idx * p.value_stride[1] + sequence.k_begin * p.value_stride[2];
     if constexpr (Config::kTile.mbarriers) {
       for (int s = 0; s < kStages; ++s) {
         ptx::mbarrier_init(full + 8 * s, kThreads);
@@ -243,17 +255,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
     const auto* gQ = static_cast<const uint16_t*>(p.query) + work.batch_idx * p.query_stride[0] +
                      work.head_idx * p.query_stride[1];
     const int row = row_begin + CopyQ::row(thread);
-    CopyQ::load_bounded(sQ + CopyQ::smem_offset(thread), gQ + row * p.query_stride[2] + col,
-                        p.query_stride[2], col, p.head_dim, p.seqlen_q - row);
+    CopyQ::load_bounded(sQ + CopyQ::smem_offset(thread),
+                        gQ + (sequence.q_begin + row) * p.query_stride[2] + col, p.query_stride[2],
+                        col, p.head_dim, band.seqlen_q - row);
   }
   if constexpr (Config::kTile.q_reg_steps > 0) ptx::cp_async_commit_group();
   const int last_row = start_block * kBlockN + CopyKv::row(thread);
   const uint16_t* gK_next = smem.gK + last_row * p.key_stride[2] + col;
   const uint16_t* gV_next = smem.gV + last_row * p.value_stride[2] + col;
   CopyKv::load_bounded(sK + CopyKv::smem_offset(thread), gK_next, p.key_stride[2], col, p.head_dim,
-                       p.seqlen_k - last_row);
+                       band.seqlen_k - last_row);
   CopyKv::load_bounded(sV + CopyKv::smem_offset(thread), gV_next, p.value_stride[2], col,
-                       p.head_dim, p.seqlen_k - last_row);
+                       p.head_dim, band.seqlen_k - last_row);
   ptx::cp_async_commit_group();
   if constexpr (Config::kTile.mbarriers) ptx::cp_async_mbarrier_arrive_noinc(full);
 
@@ -385,7 +398,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kTile.min_ctas)
         }
       }
       if (key + kPieceN > warp_keys.full_end || key < warp_keys.full_first)
-        attn::mask_columns(rS, p, warp_row, key, ptx::lane_id());
+        attn::mask_columns(rS, band, warp_row, key, ptx::lane_id());
       softmax.scan_max(rS);
       softmax.rescale(rO, order.scale_log2);
       softmax.exponentiate(rS, order.scale_log2);
@@ -440,10 +453,11 @@ cudaError_t launch_config(const FwdParams& p, cudaStream_t stream) {
   }
   constexpr int64_t kSectionBytes = int64_t{48} << 20;  // the L2 of an H200; 24 is 2 to 10 % slower
   const int64_t m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  if (int64_t{p.batch} * p.heads_q * m_blocks > std::numeric_limits<int>::max())
-    return cudaErrorInvalidConfiguration;
+  const int64_t ctas =
+      p.heads_q * (Config::kPacked ? p.packed.max_tiles : int64_t{p.batch} * m_blocks);
+  if (ctas > std::numeric_limits<int>::max()) return cudaErrorInvalidConfiguration;
   const attn::TileOrder order = attn::make_tile_order(p, Config::kBlockM, kSectionBytes);
-  kernel<<<order.num_tiles, Config::kThreads, kSmemBytes, stream>>>(p, order);
+  kernel<<<static_cast<unsigned>(ctas), Config::kThreads, kSmemBytes, stream>>>(p, order);
   return cudaGetLastError();
 }
 
@@ -478,7 +492,14 @@ cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaS
   // Without a mask the band is unlimited: a kernel of its own gains nothing (0 to 3 % slower on an
   // H200, D 64 and 128).
   const MaskMode mode = params.mask_mode == MaskMode::kFull ? MaskMode::kBand : params.mask_mode;
+  const bool packed = params.packed.cu_seqlens_q != nullptr;
   return dispatch_tile(params.head_dim, smem_limit_bytes, [&](auto d, auto large) {
+    if (packed) {
+      return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.dtype, [&](auto dtype) {
+        return launch_config<FwdConfig<d(), large(), dtype(), MaskMode::kBand, true>>(params,
+                                                                                      stream);
+      });
+    }
     return dispatch_value<MaskMode::kBand, MaskMode::kTensor>(mode, [&](auto mask_mode) {
       return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.dtype, [&](auto dtype) {
         return launch_config<FwdConfig<d(), large(), dtype(), mask_mode()>>(params, stream);

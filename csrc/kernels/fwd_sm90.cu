@@ -38,6 +38,11 @@
 // blocks that some row sees and says with each stage what the mask does there: constant blocks take
 // the loop above, mixed ones read one 64-bit word a row, or elements.
 //
+// Packed sequences: tiles come from a list (packed_tiles.cu) whose length only the device knows. A
+// box that runs over the end of a sequence brings rows of the next one. Those of Q and V become
+// zeros in shared memory before a product reads them, scores of those of K are hidden like all past
+// the end, and O of a warpgroup with such rows leaves row by row.
+//
 // Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
 // Needs    sm_90a; what FwdParams says of rows; scale > 0; head_dim a multiple of 8, filled with
 //          zeros up to 64, 128 or 256; rows of out in 16-byte pieces. Otherwise: fwd_sm80.cu.
@@ -166,7 +171,8 @@ cudaError_t launch_config(const FwdParams& p, int num_sms, cudaStream_t stream) 
   if (status != cudaSuccess) return status;
 
   const int64_t m_blocks = (p.seqlen_q + Config::kBlockM - 1) / Config::kBlockM;
-  if (int64_t{p.batch} * p.heads_q * m_blocks > std::numeric_limits<int>::max())
+  const int64_t tiles_of_head = Config::kPacked ? p.packed.max_tiles : p.batch * m_blocks;
+  if (tiles_of_head * p.heads_q > std::numeric_limits<int>::max())
     return cudaErrorInvalidConfiguration;
   const attn::TileOrder order = attn::make_tile_order(p, Config::kBlockM, kSectionBytes);
   const unsigned grid = std::min<unsigned>(order.num_tiles, num_sms);
@@ -210,6 +216,17 @@ cudaError_t dispatch_tile(int head_dim, FwdTileShape shape, MaskMode mask_mode, 
                                         : f(d128, small, band);
 }
 
+// Packed sequences always have tall tiles.
+cudaError_t launch_packed(const FwdParams& p, int num_sms, cudaStream_t stream) {
+  return dispatch_tile(p.head_dim, FwdTileShape::kTall, MaskMode::kBand, [&](auto d, auto, auto) {
+    return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(p.dtype, [&](auto dtype) {
+      return launch_config<
+          sm90::FwdConfig<d(), FwdTileShape::kTall, dtype(), MaskMode::kBand, true>>(p, num_sms,
+                                                                                     stream);
+    });
+  });
+}
+
 }  // namespace
 
 KernelShape describe_fwd_sm90(int head_dim, FwdTileShape shape, MaskMode mask_mode) {
@@ -225,6 +242,7 @@ KernelShape describe_fwd_sm90(int head_dim, FwdTileShape shape, MaskMode mask_mo
 
 cudaError_t launch_fwd_sm90(const FwdParams& params, FwdTileShape shape, int num_sms,
                             cudaStream_t stream) {
+  if (params.packed.cu_seqlens_q != nullptr) return launch_packed(params, num_sms, stream);
   return dispatch_tile(
       params.head_dim, shape, params.mask_mode, [&](auto d, auto tile_shape, auto mode) {
         return dispatch_value<Dtype::kFloat16, Dtype::kBFloat16>(params.dtype, [&](auto dtype) {

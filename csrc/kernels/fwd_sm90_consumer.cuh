@@ -63,7 +63,7 @@ class Consumer {
   static constexpr int kHeadDim = Config::kHeadDim, kBlockM = Config::kBlockM,
                        kBlockN = Config::kBlockN;
   static constexpr Dtype kDtype = Config::kDtype;
-  static constexpr bool kTensor = Config::kTensor;
+  static constexpr bool kTensor = Config::kTensor, kPacked = Config::kPacked;
   using Ring = typename Config::Ring;
   using QRing = typename Config::QRing;
 
@@ -113,7 +113,48 @@ class Consumer {
     own_ = {uniform(own.first), uniform(own.last), uniform(own.full_first), uniform(own.full_last)};
     first_ = uniform(info.first);
     last_ = uniform(info.last);
+    if constexpr (kPacked) {
+      // Rows of the next sequence: were they NaN or large, a warp would compute all its scores
+      // twice.
+      const int rows = uniform(info.sequence.seqlen_q - info.row) - 64 * consumer_;
+      if (rows > 0 && rows < 64)
+        clear_rows<kBlockM>(
+            ptx::smem_addr(smem_.sQ[q_pos_.stage()]) + consumer_ * 64 * tile::kPanelRowBytes, rows,
+            64);
+    }
     return true;
+  }
+
+  // Lengths and band of a tile, and where its sequence begins.
+  FA_DEVICE const auto& band(const typename Config::Tile& info) const {
+    if constexpr (kPacked) {
+      return info.sequence;
+    } else {
+      return p_;
+    }
+  }
+  FA_DEVICE int q_begin(const typename Config::Tile& info) const {
+    if constexpr (kPacked) return info.sequence.q_begin;
+    return 0;
+  }
+
+  // Zeros in rows [first, end) of a tile of kRows rows, before this warpgroup multiplies it.
+  template <int kRows>
+  FA_DEVICE void clear_rows(uint32_t smem, int first, int end) {
+    tile::clear_rows<kRows, kHeadDim, 128>(smem, first, end, ptx::thread_index_again() % 128);
+    ptx::fence_proxy_async();
+    ptx::bar_sync(1 + consumer_, 128);
+  }
+
+  // Before the first P V of a tile, that of block n. What the stage holds behind the last key
+  // belongs to the next sequence, and NaN there would outlast P = 0. Several warpgroups write the
+  // same zeros, each before it reads or releases the stage.
+  FA_DEVICE void clear_value_tail(int n) {
+    const int keys = uniform(smem_.tile[q_pos_.state % 2].sequence.seqlen_k) - n * kBlockN;
+    if (keys >= kBlockN) return;
+    const Ring now = Ring{uniform(pos_.state)}.previous();
+    wait(smem_.full_v[now.stage()], now.phase());
+    clear_rows<kBlockN>(ptx::smem_addr(smem_.sV[now.stage()]), keys, kBlockN);
   }
 
   // Enqueues the first Q K^T; false if this warpgroup has none. It then multiplies whatever is
@@ -210,6 +251,7 @@ class Consumer {
       wait(smem_.full_v[skipped.stage()], skipped.phase());
       arrive(smem_.empty_v[skipped.stage()]);
     }
+    if constexpr (kPacked) clear_value_tail(n);
     release_stored_q();
     --n;
     int masked_end = max(own_.full_last + 1, own_.first);  // the right edge, then the left one
@@ -348,7 +390,8 @@ class Consumer {
     const auto& info = smem_.tile[q_pos_.state % 2];
     if constexpr (kTensor) add_mask<kMasked>(info, n, entry);
     if (kMasked && is_cut(n))
-      attn::mask_columns(rS_, p_, info.row + 64 * consumer_ + 16 * warp(), n * kBlockN, lane());
+      attn::mask_columns(rS_, band(info), info.row + 64 * consumer_ + 16 * warp(), n * kBlockN,
+                         lane());
     softmax_.scan_max(rS_);
     const bool rescale = softmax_.advance_reference(order_.scale_log2, alpha_);
     softmax_.exponentiate(rS_, order_.scale_log2);
@@ -406,6 +449,7 @@ class Consumer {
   FA_DEVICE void store_output(int q_state) {
     const auto& info = smem_.tile[q_state % 2];
     const int row = info.row + 64 * consumer_, head_idx = info.head_idx, batch_idx = info.batch_idx;
+    const auto& limits = band(info);
     float lse[2];
     softmax_.finalize(rO_, order_.scale, lse);
     uint32_t sO;
@@ -426,20 +470,43 @@ class Consumer {
       }
       ptx::fence_proxy_async();
       ptx::bar_sync(1 + consumer_, 128);
-      if (elected() && row < p_.seqlen_q) {
+      if (kPacked && limits.seqlen_q - row < 64) {
+        store_rows(sO, col, head_idx, q_begin(info) + row, limits.seqlen_q - row);
+      } else if (elected() && row < limits.seqlen_q) {
         tile::tma_store<Config::kOutCols>(&maps_.out, sO, Config::kOutRows * tile::kPanelRowBytes,
-                                          col, p_.head_dim, row, head_idx, batch_idx);
+                                          col, p_.head_dim, q_begin(info) + row, head_idx,
+                                          batch_idx);
         ptx::cp_async_bulk_commit_group();
       }
     }
     // Last: the fence above would wait for these stores, 500 cycles and more.
-    float* gLse = p_.lse + (static_cast<int64_t>(batch_idx) * p_.heads_q + head_idx) * p_.seqlen_q;
+    float* gLse = p_.lse + (static_cast<int64_t>(batch_idx) * p_.heads_q + head_idx) * p_.seqlen_q +
+                  q_begin(info);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int lse_row = row + 16 * warp() + lane() / 4 + 8 * r;
-      if (lane() % 4 == 0 && lse_row < p_.seqlen_q) gLse[lse_row] = lse[r];
+      if (lane() % 4 == 0 && lse_row < limits.seqlen_q) gLse[lse_row] = lse[r];
     }
     stored_ = true;
+  }
+
+  // The rows of O that belong to the sequence, where the store of a box would run into the next
+  // one. Afterwards the buffer is free.
+  FA_DEVICE void store_rows(uint32_t sO, int first_col, int head_idx, int first_row, int rows) {
+    constexpr int kChunks = Config::kOutCols / 8;
+    const int thread = ptx::thread_index_again() % 128, chunk = thread % kChunks;
+    const int col = first_col + 8 * chunk;
+    auto* gO = static_cast<uint16_t*>(p_.out) + head_idx * p_.out_stride[1] + col;
+    if (col < p_.head_dim) {
+#pragma unroll 1
+      for (int row = thread / kChunks; row < rows; row += 128 / kChunks) {
+        const uint32_t address = sO + (chunk / 8 * Config::kOutRows + row) * tile::kPanelRowBytes +
+                                 ((chunk % 8 ^ (row & 7)) << 4);
+        *reinterpret_cast<uint4*>(gO + (first_row + row) * p_.out_stride[2]) =
+            ptx::ld_shared_v4_u32(address);
+      }
+    }
+    ptx::bar_sync(1 + consumer_, 128);
   }
 
   const FwdParams& p_;

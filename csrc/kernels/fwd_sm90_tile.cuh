@@ -3,7 +3,9 @@
 #pragma once
 #include <cuda.h>
 
-#include "../attn/block_info.cuh"
+#include <type_traits>
+
+#include "../attn/packed.cuh"
 #include "../attn/softmax.cuh"
 #include "../tile/fragment.cuh"
 #include "../tile/pipeline.cuh"
@@ -48,6 +50,11 @@ struct TileInfo {
   int first, last;  // blocks that the CTA loads; with a mask tensor, first is 0 and last + 1 their
                     // number
 };
+// Of packed sequences; row counts from the beginning of this one.
+template <int kConsumers>
+struct PackedTileInfo : TileInfo<kConsumers> {
+  attn::Sequence sequence;
+};
 
 // With a mask tensor, what a stage of K and V holds.
 template <int kConsumers>
@@ -58,12 +65,14 @@ struct BlockInfo {
 };
 constexpr int kNoTile = -1;
 
-template <int kHeadDim_, FwdTileShape kShape, Dtype kDtype_, MaskMode kMaskMode>
+template <int kHeadDim_, FwdTileShape kShape, Dtype kDtype_, MaskMode kMaskMode,
+          bool kPacked_ = false>
 struct FwdConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Dtype kDtype = kDtype_;
   static constexpr FwdTile kTile = fwd_tile(kHeadDim, kShape, kMaskMode);
-  static constexpr bool kTensor = kMaskMode == MaskMode::kTensor;
+  static constexpr bool kTensor = kMaskMode == MaskMode::kTensor, kPacked = kPacked_;
+  static_assert(!kTensor || !kPacked);
   static constexpr int kConsumers = kTile.consumers, kBlockM = 64 * kConsumers;
   static constexpr int kBlockN = kTile.block_n, kStages = kTile.stages, kQStages = kTile.q_stages;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -82,6 +91,7 @@ struct FwdConfig {
 
   using Ring = tile::RingPosition<kStages>;
   using QRing = tile::RingPosition<kQStages>;
+  using Tile = std::conditional_t<kPacked, PackedTileInfo<kConsumers>, TileInfo<kConsumers>>;
   struct SharedStorage {
     alignas(1024) uint16_t sQ[kQStages][kBlockM * kHeadDim];
     alignas(1024) uint16_t sK[kStages][kBlockN * kHeadDim];
@@ -91,7 +101,7 @@ struct FwdConfig {
     uint64_t full_k[kStages], empty_k[kStages];
     uint64_t full_v[kStages], empty_v[kStages];
     BlockInfo<kConsumers> block[kTensor ? kStages : 1];
-    TileInfo<kConsumers> tile[2];  // that Q belongs to; by turns, whatever the buffers of Q
+    Tile tile[2];  // that Q belongs to; by turns, whatever the buffers of Q
   };
 
   using Output = tile::Accumulator<1, kHeadDim / 8>;
@@ -109,8 +119,9 @@ struct TileQueue {
   unsigned* counter;
 };
 
-template <int kBlockN>
-FA_DEVICE BlockRange block_range(const FwdParams& p, int row, int rows) {
+// Band: see attn/block_info.cuh.
+template <int kBlockN, class Band>
+FA_DEVICE BlockRange block_range(const Band& p, int row, int rows) {
   const attn::KeyRange keys = attn::key_range(p, min(row, p.seqlen_q), min(row + rows, p.seqlen_q));
   if (keys.first >= keys.end) return {0, -1, 0, -1};
   return {keys.first / kBlockN, (keys.end - 1) / kBlockN, (keys.full_first + kBlockN - 1) / kBlockN,

@@ -16,10 +16,27 @@ struct KernelShape {
   int smem_bytes;  // dynamic shared memory of a CTA
 };
 
+enum class LaunchFeatures {
+  kSm80,
+  kSm90,  // programmatic dependent launch, and tiles for the shared memory of an SM of 9.0. If, and
+          // only if, the device runs code compiled for 9.0a
+};
+
+// The list of tiles for a kernel on packed sequences (params.packed), the longest first; by keys, a
+// sequence's tiles stay in ascending order. block: block_m of the kernel by queries, block_n by
+// keys. tiles: room for packed_max_tiles.
+enum class PackedBy {
+  kQuery,
+  kKey,
+};
+cudaError_t launch_packed_tiles(const FwdParams& params, int block, PackedBy by, PackedTile* tiles,
+                                int* num_tiles, LaunchFeatures features, cudaStream_t stream);
+
 // Portable forward (mma.sync, sm_80 and newer). smem_limit_bytes is the device's opt-in maximum per
 // CTA; it picks the tile above head_dim 128. Lengths are 1 to kMaxSeqlen, batch and heads at least
-// 1, batch * heads_q * (query blocks) at most 2^31 - 1. With MaskMode::kTensor, launch_mask_summary
-// must have been enqueued before on the same stream.
+// 1, batch * heads_q * (query blocks) at most 2^31 - 1; packed, heads_q * max_tiles. With
+// MaskMode::kTensor, launch_mask_summary must have been enqueued before on the same stream, with
+// packed sequences launch_packed_tiles.
 constexpr int kMaxSeqlen = 2147483647 - 255;  // the end of the last block still fits an int
 KernelShape describe_fwd_sm80(int head_dim, int smem_limit_bytes);
 cudaError_t launch_fwd_sm80(const FwdParams& params, int smem_limit_bytes, cudaStream_t stream);
@@ -70,25 +87,28 @@ cudaError_t launch_bwd_sm90(const BwdParams& params, int num_sms, cudaStream_t s
 // The first calls the second for additive masks.
 cudaError_t launch_bwd_pre(const BwdParams& params, int block_m, cudaStream_t stream);
 cudaError_t launch_bwd_row_sums(const BwdParams& params, cudaStream_t stream);
-cudaError_t launch_bwd_post(const BwdParams& params, GradQueryLayout layout, cudaStream_t stream);
+cudaError_t launch_bwd_post(const BwdParams& params, int block_m, GradQueryLayout layout,
+                            cudaStream_t stream);
 
 // Decoding: few queries over many keys, from a cache or from tensors (mma.sync, sm_80 and newer).
 // The rows of a tile are all queries that share a key head: seqlen_q times the query heads of a
 // group. The keys are split over num_splits CTAs; more than one leave params.partial_*, which
 // launch_combine, enqueued by launch_decode itself, merges.
-enum class LaunchFeatures {
-  kSm80,
-  kSm90,  // programmatic dependent launch, and tiles for the shared memory of an SM of 9.0. If, and
-          // only if, the device runs code compiled for 9.0a
-};
 struct DecodeShape {
   KernelShape kernel;
   int cols_rounded;  // the instance of head_dim
 };
 // rows: seqlen_q times the query heads of a group. More than block_m take several CTAs.
 DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features);
+// How many clusters of num_splits CTAs run at once on the current device; 0 where the kernel does
+// not merge in clusters or they are too large. Asks the driver once and then knows.
+int decode_clusters(int head_dim, int rows, int num_splits, LaunchFeatures features);
 // batch is at most 65535, num_splits too, heads_k * ceil(rows / block_m) at most 2^31 - 1.
 cudaError_t launch_decode(const DecodeParams& params, LaunchFeatures features, cudaStream_t stream);
+// The same on Hopper (wgmma, sm_90a): head_dim up to 128, rows of query, key and value in 16-byte
+// pieces, also where head_dim is no multiple of 8.
+DecodeShape describe_decode_sm90(int head_dim, int rows);
+cudaError_t launch_decode_sm90(const DecodeParams& params, cudaStream_t stream);
 cudaError_t launch_combine(const DecodeParams& params, LaunchFeatures features,
                            cudaStream_t stream);
 // Writes new keys and values to the cache. Those past its capacity are dropped.

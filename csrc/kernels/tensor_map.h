@@ -46,14 +46,22 @@ inline cudaError_t encode_tensor_map(CUtensorMap* map, const TensorMapKey& key) 
   const cuuint64_t strides[3] = {bytes(key.stride[2]), bytes(key.stride[1]), bytes(key.stride[0])};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(key.box_rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUresult status =
-      encode(map,
-             key.dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                          : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-             4, const_cast<void*>(key.pointer), dims, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const auto succeeds = [&] {
+    return encode(map,
+                  key.dtype == Dtype::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                  4, const_cast<void*>(key.pointer), dims, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  };
+  if (succeeds()) return cudaSuccess;
+  // The driver wants a context, and a new thread has none before its first call that sets a device.
+  int device;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaSetDevice(device);
+  if (status != cudaSuccess) return status;
+  return succeeds() ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 // The same out of a small cache of this thread: a model calls with the same addresses again and
@@ -78,7 +86,8 @@ inline cudaError_t cached_tensor_map(CUtensorMap* map, const TensorMapKey& key) 
   return cudaSuccess;
 }
 
-// That of a tensor of a call, which has the batch, head_dim and dtype of its parameters.
+// That of a tensor of a call, which has the batch, head_dim and dtype of its parameters. Packed
+// sequences are rows of one entry.
 inline cudaError_t cached_tensor_map(CUtensorMap* map, const FwdParams& p, const void* pointer,
                                      const int64_t (&stride)[3], int seqlen, int heads,
                                      int box_rows) {
@@ -87,7 +96,7 @@ inline cudaError_t cached_tensor_map(CUtensorMap* map, const FwdParams& p, const
                                  p.head_dim,
                                  seqlen,
                                  heads,
-                                 p.batch,
+                                 p.packed.cu_seqlens_q != nullptr ? 1 : p.batch,
                                  box_rows,
                                  p.dtype});
 }

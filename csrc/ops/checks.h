@@ -135,14 +135,9 @@ inline Problem check_forward(const at::Tensor& query, const at::Tensor& key,
   return problem;
 }
 
-// grad_out, out and lse may have any strides.
-inline Problem check_backward(const at::Tensor& grad_out, const at::Tensor& query,
-                              const at::Tensor& key, const at::Tensor& value, const at::Tensor& out,
-                              const at::Tensor& lse, const std::optional<at::Tensor>& attn_mask,
-                              bool is_causal, std::optional<double> scale, int64_t window_left,
-                              int64_t window_right, bool bottom_right) {
-  Problem problem = check_forward(query, key, value, attn_mask, is_causal, scale, window_left,
-                                  window_right, bottom_right);
+// What a backward gets beside the arguments of its forward.
+inline void check_saved(const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& out,
+                        const at::Tensor& lse, at::IntArrayRef lse_shape) {
   const auto check_shape = [](const char* name, const at::Tensor& tensor, at::IntArrayRef shape) {
     TORCH_CHECK(tensor.sizes() == shape, name, ": shape must be ", shape_string(shape), ", got ",
                 shape_string(tensor.sizes()));
@@ -151,12 +146,23 @@ inline Problem check_backward(const at::Tensor& grad_out, const at::Tensor& quer
   check_like_query("grad_out", grad_out, query);
   check_shape("out", out, query.sizes());
   check_like_query("out", out, query);
-  check_shape("lse", lse, query.sizes().slice(0, 3));
+  check_shape("lse", lse, lse_shape);
   const at::ScalarType lse_dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   TORCH_CHECK(lse.scalar_type() == lse_dtype, "lse: dtype must be ", lse_dtype, " beside query in ",
               query.scalar_type(), ", got ", lse.scalar_type());
   TORCH_CHECK(lse.device() == query.device(), "lse: device must equal that of query (",
               query.device(), "), got ", lse.device());
+}
+
+// grad_out, out and lse may have any strides.
+inline Problem check_backward(const at::Tensor& grad_out, const at::Tensor& query,
+                              const at::Tensor& key, const at::Tensor& value, const at::Tensor& out,
+                              const at::Tensor& lse, const std::optional<at::Tensor>& attn_mask,
+                              bool is_causal, std::optional<double> scale, int64_t window_left,
+                              int64_t window_right, bool bottom_right) {
+  Problem problem = check_forward(query, key, value, attn_mask, is_causal, scale, window_left,
+                                  window_right, bottom_right);
+  check_saved(grad_out, query, out, lse, query.sizes().slice(0, 3));
   return problem;
 }
 

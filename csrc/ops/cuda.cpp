@@ -20,9 +20,21 @@ struct Plan {
   at::Tensor out, lse;
   at::Tensor query, key, value, out_rows;  // what the kernel reads and writes
   FwdParams params;
+  const char* decode_reason;  // null: a forward kernel, by choice
+  DecodeParams decode;
+  DecodeChoice decode_choice;
   FwdChoice choice;
   bool empty;  // no kernel is needed
 };
+
+// Of the decoding kernels: few queries of a group, whose keys may be split.
+void plan_decode(Plan& plan, const Device& device) {
+  plan.decode_reason = reason_to_decode(plan.params, device);
+  if (plan.decode_reason == nullptr) return;
+  plan.decode = as_decode(plan.params);
+  plan.decode_choice = choose_decode(plan.decode, device);
+  choose_splits(plan.decode_choice, plan.decode, visible_keys(plan.params), device);
+}
 
 // Check, allocate, fill params and choose the kernel. copy_values: fill copies of rows that are not
 // aligned.
@@ -50,7 +62,8 @@ Plan plan_forward(const at::Tensor& query, const at::Tensor& key, const at::Tens
   plan.value = aligned_rows(value, copy_values);
   plan.out_rows = whole_rows(plan.out);
   plan.params = make_params(problem, plan.query, plan.key, plan.value, plan.out_rows, plan.lse);
-  plan.choice = choose_fwd(plan.params, describe(device));
+  plan_decode(plan, describe(device));
+  if (plan.decode_reason == nullptr) plan.choice = choose_fwd(plan.params, describe(device));
   return plan;
 }
 
@@ -73,6 +86,12 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
   FwdParams& params = plan.params;
   const auto check = [&](cudaError_t status) { check_launch("fa::forward", status, device); };
   const cudaStream_t stream = at::cuda::getCurrentCUDAStream();
+  if (plan.decode_reason != nullptr) {
+    const at::Tensor parts = allocate_parts(plan.decode, plan.decode_choice, query.device());
+    check(launch_chosen(plan.decode, plan.decode_choice, describe(device), stream));
+    if (!plan.out_rows.is_same(plan.out)) plan.out.copy_(plan.out_rows);
+    return {plan.out, plan.lse};
+  }
   at::Tensor mask_summary;
   if (params.mask_mode == MaskMode::kTensor) {
     mask_summary = at::empty({mask_summary_bytes(params)}, query.options().dtype(at::kByte));
@@ -100,15 +119,22 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
   const Plan plan = plan_forward(query, key, value, attn_mask, is_causal, scale, window_left,
                                  window_right, bottom_right, device, /*copy_values=*/false);
   if (plan.empty) return "none: no query or no key";
+  const auto text = [](const char* name, const KernelShape& tile) {
+    return name + std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n);
+  };
+  if (plan.decode_reason != nullptr) {
+    const DecodeChoice& choice = plan.decode_choice;
+    return text(choice.hopper ? "decode_sm90 " : "decode ", choice.shape.kernel) + ", " +
+           std::to_string(choice.num_splits) + (choice.num_splits == 1 ? " split" : " splits") +
+           (choice.in_cluster ? " in a cluster: " : ": ") + plan.decode_reason;
+  }
   const int head_dim = static_cast<int>(plan.problem.head_dim);
   KernelShape tile = describe_fwd_sm80(head_dim, static_cast<int>(device.sharedMemPerBlockOptin));
 #if FA_WITH_SM90A
   if (plan.choice.hopper)
     tile = describe_fwd_sm90(head_dim, plan.choice.shape, plan.params.mask_mode);
 #endif
-  return std::string(plan.choice.hopper ? "fwd_sm90 " : "fwd_sm80 ") +
-         std::to_string(tile.block_m) + "x" + std::to_string(tile.block_n) + ": " +
-         plan.choice.reason;
+  return text(plan.choice.hopper ? "fwd_sm90 " : "fwd_sm80 ", tile) + ": " + plan.choice.reason;
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 
 #include "../kernels/launch.h"
 #include "checks.h"
+#include "decode_heuristics.h"
 #include "heuristics.h"
 
 namespace fa {
@@ -160,6 +161,29 @@ inline at::Tensor whole_rows(const at::Tensor& result) {
 inline Device describe(const cudaDeviceProp& device) {
   return {10 * device.major + device.minor, device.multiProcessorCount,
           static_cast<int>(device.sharedMemPerBlockOptin)};
+}
+
+// Fills params with its splits and their scratch, which is one allocation.
+inline at::Tensor allocate_parts(DecodeParams& params, const DecodeChoice& choice,
+                                 c10::Device device) {
+  params.num_splits = choice.num_splits;
+  if (params.num_splits == 1 || choice.in_cluster) return {};
+  const int cols = choice.shape.cols_rounded;
+  const int64_t parts =
+      int64_t{params.batch} * params.heads_q * params.seqlen_q * params.num_splits;
+  at::Tensor scratch(
+      at::detail::empty_cuda({parts * (cols + 1)}, at::kFloat, device, std::nullopt));
+  params.partial_out = scratch.mutable_data_ptr<float>();
+  params.partial_lse = params.partial_out + parts * cols;
+  return scratch;
+}
+
+inline cudaError_t launch_chosen(const DecodeParams& params, const DecodeChoice& choice,
+                                 const Device& device, cudaStream_t stream) {
+#if FA_WITH_SM90A
+  if (choice.hopper) return launch_decode_sm90(params, stream);
+#endif
+  return launch_decode(params, launch_features(device), stream);
 }
 
 }  // namespace fa

@@ -1,4 +1,5 @@
-// How decoding splits its keys: pure functions of the problem and the device.
+// Which calls of fa::forward are decoding, and how decoding splits its keys: pure functions of the
+// problem and the device.
 #pragma once
 #include "heuristics.h"
 
@@ -9,14 +10,37 @@ inline LaunchFeatures launch_features(const Device& device) {
                                                           : LaunchFeatures::kSm80;
 }
 
-// rows: seqlen_q times the query heads of a KV head. keys: of a sequence, at most.
-struct DecodeWork {
-  int64_t batch;
-  int64_t heads_k;
-  int64_t rows;
-  int64_t keys;
-  int head_dim;
+// Which of the decoding kernels takes a call, its tile, and how the keys are split.
+struct DecodeChoice {
+  bool hopper;
+  DecodeShape shape;
+  int num_splits = 1;
+  bool in_cluster = false;  // the splits merge in the kernel itself
 };
+
+inline int64_t rows_of(const DecodeParams& p) {
+  return int64_t{p.seqlen_q} * (p.heads_q / p.heads_k);
+}
+
+inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
+         stride[1] % 8 == 0 && stride[2] % 8 == 0;
+}
+
+// wgmma has 64 rows: up to 32, mma.sync does as well, and reads from memory take longer.
+inline DecodeChoice choose_decode(const DecodeParams& p, const Device& device) {
+  const LaunchFeatures features = launch_features(device);
+  const int rows = static_cast<int>(rows_of(p));
+#if FA_WITH_SM90A
+  const bool pieces = (p.head_dim % 8 == 0 || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
+                      in_pieces(p.cache.key, p.cache.key_stride) &&
+                      in_pieces(p.cache.value, p.cache.value_stride);
+  if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && pieces) {
+    return {true, describe_decode_sm90(p.head_dim, rows)};
+  }
+#endif
+  return {false, describe_decode(p.head_dim, rows, features)};
+}
 
 constexpr int64_t kMaxSplits = 128;
 
@@ -27,45 +51,132 @@ inline int invariant_splits(int64_t rows, int64_t keys) {
   return static_cast<int>(std::clamp<int64_t>((keys + 511) / 512, 1, most));
 }
 
-// The number of splits with the least estimated time on an H200; other devices differ by a factor,
-// mostly. Units are microseconds: a tile takes its time alone, or its share of the memory's
-// bandwidth when as many CTAs run as there are SMs; a CTA starts and ends, and so does a merge.
-inline int choose_splits(const DecodeWork& work, const Device& device) {
-  const DecodeShape shape =
-      describe_decode(work.head_dim, static_cast<int>(work.rows), launch_features(device));
-  const KernelShape& tile = shape.kernel;
-  constexpr double kBytesPerUs = 4.5e6, kStart = 1.0, kMerge = 1.6, kMergeBytesPerUs = 3e6;
-  const double tile_bytes = 4.0 * tile.block_n * shape.cols_rounded;
+// Whether so many splits can be a cluster: all clusters have to run at once, since of an SM they
+// leave more idle than single CTAs do.
+inline bool merges_in_cluster(const DecodeChoice& choice, const DecodeParams& p, int64_t splits,
+                              const Device& device) {
+  if (choice.hopper || splits == 1 || splits > 16) return false;
+  const int rows = static_cast<int>(rows_of(p));
+  const int64_t tiles = (rows + choice.shape.kernel.block_m - 1) / choice.shape.kernel.block_m;
+  const int64_t clusters = int64_t{p.batch} * p.heads_k * tiles;
+  return clusters <=
+         decode_clusters(p.head_dim, rows, static_cast<int>(splits), launch_features(device));
+}
+
+// The number of splits of `keys` with the least estimated time on an H200; other devices differ by
+// a factor, mostly. Units are microseconds: a tile takes its time alone, or its share of the
+// memory's bandwidth when as many CTAs run as there are SMs; a CTA starts and ends, and so does a
+// merge.
+inline void choose_splits(DecodeChoice& choice, const DecodeParams& p, int64_t keys,
+                          const Device& device) {
+  const KernelShape& tile = choice.shape.kernel;
+  const int cols = choice.shape.cols_rounded;
+  const int64_t rows = rows_of(p), heads = int64_t{p.batch} * p.heads_k;
+  constexpr double kBytesPerUs = 4.5e6, kStart = 1.0, kMerge = 1.6, kMergeInCluster = 0.6,
+                   kMergeBytesPerUs = 3e6;
+  const double tile_bytes = 4.0 * tile.block_n * cols;
   const double alone = tile_bytes / 65536 *
                        (tile.block_m <= 32   ? 1.2
+                        : choice.hopper      ? tile.block_m == 64 ? 1.2 : 1.6
                         : tile.block_m == 64 ? 2.2
                                              : 3.9);
-  const int64_t ctas_each =
-      work.batch * work.heads_k * ((work.rows + tile.block_m - 1) / tile.block_m);
-  const int64_t tiles = std::max<int64_t>((work.keys + tile.block_n - 1) / tile.block_n, 1);
+  const int64_t ctas_each = heads * ((rows + tile.block_m - 1) / tile.block_m);
+  const int64_t tiles = std::max<int64_t>((keys + tile.block_n - 1) / tile.block_n, 1);
   const int64_t sms = std::max(device.num_sms, 1);
   const auto tile_us = [&](int64_t running) {
     return std::max(alone, static_cast<double>(running) * tile_bytes / kBytesPerUs);
   };
   const int64_t most = std::min({tiles, kMaxSplits, std::max<int64_t>(1, 4 * sms / ctas_each)});
-  int best = 1;
   double least = 0;
   for (int64_t splits = 1; splits <= most; ++splits) {
     const int64_t ctas = ctas_each * splits, waves = ctas / sms, rest = ctas % sms;
     const auto tiles_each = static_cast<double>((tiles + splits - 1) / splits);
     double us = static_cast<double>(waves) * (tiles_each * tile_us(sms) + kStart);
     if (rest > 0) us += tiles_each * tile_us(rest) + kStart;
-    if (splits > 1) {
-      const double partial_bytes = 8.0 * static_cast<double>(work.batch * work.heads_k) *
-                                   static_cast<double>(work.rows * splits) * shape.cols_rounded;
+    const bool in_cluster = merges_in_cluster(choice, p, splits, device);
+    if (in_cluster) {
+      us += kMergeInCluster;
+    } else if (splits > 1) {
+      const double partial_bytes =
+          8.0 * static_cast<double>(heads) * static_cast<double>(rows * splits) * cols;
       us += kMerge + partial_bytes / kMergeBytesPerUs;
     }
     if (splits == 1 || us < least) {
       least = us;
-      best = static_cast<int>(splits);
+      choice.num_splits = static_cast<int>(splits);
+      choice.in_cluster = in_cluster;
     }
   }
-  return best;
+}
+
+// fa::forward as decoding, but for the splits: the keys of a sequence are its cache, which is full.
+inline DecodeParams as_decode(const FwdParams& p) {
+  DecodeParams d{};
+  d.cache.key = const_cast<void*>(p.key);
+  d.cache.value = const_cast<void*>(p.value);
+  d.cache.page_shift = 31;
+  d.cache.capacity = p.seqlen_k;
+  d.query = p.query;
+  d.out = p.out;
+  d.lse = p.lse;
+  for (int i = 0; i < 3; ++i) {
+    d.cache.key_stride[i] = p.key_stride[i];
+    d.cache.value_stride[i] = p.value_stride[i];
+    d.query_stride[i] = p.query_stride[i];
+    d.out_stride[i] = p.out_stride[i];
+  }
+  d.batch = p.batch;
+  d.heads_q = p.heads_q;
+  d.heads_k = p.heads_k;
+  d.seqlen_q = p.seqlen_q;
+  d.head_dim = p.head_dim;
+  d.num_splits = 1;
+  d.zero_tails = true;
+  d.scale = p.scale;
+  d.diagonal_shift = p.diagonal - (int64_t{p.seqlen_k} - p.seqlen_q);
+  d.window_left = p.window_left;
+  d.window_right = p.window_right;
+  d.dtype = p.dtype;
+  if (p.mask_mode == MaskMode::kTensor) {
+    d.mask = p.mask;
+    d.mask_stride[0] = p.mask_stride[0];
+    d.mask_stride[1] = p.mask_stride[2];
+  }
+  return d;
+}
+
+// Keys that some query sees, as far as the band tells.
+inline int64_t visible_keys(const FwdParams& p) {
+  const auto key = [&](int64_t k) { return std::clamp<int64_t>(k, 0, p.seqlen_k); };
+  const int64_t bottom = p.seqlen_q - 1 + p.diagonal;
+  return std::max<int64_t>(key(bottom + p.window_right + 1) - key(p.diagonal - p.window_left), 0);
+}
+
+// Whether the decoding kernels take the mask tensor: bool, and the same for all heads, as those of
+// a padded batch or of a static cache are. Every CTA reads all of it: not for many queries.
+inline bool masks_keys(const FwdParams& p) {
+  return p.mask_dtype == MaskDtype::kBool && (p.heads_q == 1 || p.mask_stride[1] == 0) &&
+         (p.seqlen_k == 1 || p.mask_stride[3] == 1) && p.seqlen_q <= 8;
+}
+
+// Why fa::forward takes the decoding kernels, which read the keys of a group of query heads once
+// and can split them; null where the forward kernels are as good or the only ones.
+inline const char* reason_to_decode(const FwdParams& p, const Device& device) {
+  constexpr int kMaxGrid = 65535;
+  if (p.mask_mode == MaskMode::kTensor && !masks_keys(p)) return nullptr;
+  if (p.batch > kMaxGrid || p.heads_q > kMaxGrid) return nullptr;
+  const int64_t group = p.heads_q / p.heads_k, rows = p.seqlen_q * group;
+  if (int64_t{p.seqlen_q} * p.heads_q > kMaxSeqlen) return nullptr;
+  if (rows <= 32) return "few queries";
+  const int64_t heads = int64_t{p.batch} * p.heads_q;
+  if (rows <= 128 && (group > 1 || heads < device.num_sms)) return "few queries";
+  // A chunk of queries beside many more keys: the tiles of the forward kernels, of 128 rows and all
+  // keys, would leave most of the GPU idle.
+  const int64_t tiles = heads * ((p.seqlen_q + 127) / 128);
+  if (2 * tiles <= device.num_sms && visible_keys(p) >= 4 * std::max(p.seqlen_q, 512)) {
+    return "few tiles of queries, many keys";
+  }
+  return nullptr;
 }
 
 }  // namespace fa

@@ -8,25 +8,10 @@
 #include <tuple>
 
 #include "cuda_common.h"
-#include "decode_heuristics.h"
 #include "kvcache_checks.h"
 
 namespace fa {
 namespace {
-
-// Fills params with the scratch of its splits, which is one allocation.
-at::Tensor allocate_parts(DecodeParams& params, LaunchFeatures features, c10::Device device) {
-  if (params.num_splits == 1) return {};
-  const int group = params.heads_q / params.heads_k;
-  const int cols = describe_decode(params.head_dim, params.seqlen_q * group, features).cols_rounded;
-  const int64_t parts =
-      int64_t{params.batch} * params.heads_q * params.seqlen_q * params.num_splits;
-  at::Tensor scratch(
-      at::detail::empty_cuda({parts * (cols + 1)}, at::kFloat, device, std::nullopt));
-  params.partial_out = scratch.mutable_data_ptr<float>();
-  params.partial_lse = params.partial_out + parts * cols;
-  return scratch;
-}
 
 void check_cuda(const at::Tensor& query, const KvCacheProblem& p) {
   const at::ScalarType dtype = query.scalar_type();
@@ -174,13 +159,17 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cuda(
   const at::Tensor rows = query_rows(query);
   DecodeParams params = make_decode_params(p, cache, rows, out, lse);
   const int64_t keys = visible_keys(p.capacity, p.seqlen_q, p.window_left);
-  const DecodeWork work{p.batch, p.heads_k, p.seqlen_q * (p.heads_q / p.heads_k), keys,
-                        params.head_dim};
-  params.num_splits = num_splits > 0    ? static_cast<int>(std::min(num_splits, kMaxSplits))
-                      : batch_invariant ? invariant_splits(work.rows, p.capacity)
-                                        : choose_splits(work, device);
-  const at::Tensor parts = allocate_parts(params, features, query.device());
-  check(launch_decode(params, features, stream));
+  DecodeChoice choice = choose_decode(params, device);
+  if (batch_invariant) {
+    choice.num_splits = invariant_splits(rows_of(params), p.capacity);
+  } else if (num_splits > 0) {
+    choice.num_splits = static_cast<int>(std::min(num_splits, kMaxSplits));
+    choice.in_cluster = merges_in_cluster(choice, params, choice.num_splits, device);
+  } else {
+    choose_splits(choice, params, keys, device);
+  }
+  const at::Tensor parts = allocate_parts(params, choice, query.device());
+  check(launch_chosen(params, choice, device, stream));
   return {out, lse};
 }
 

@@ -1,47 +1,6 @@
-// The schemas of the operators, and what this build contains. The implementations are registered by
-// cpu.cpp, cpu_backward.cpp, cuda.cpp, cuda_backward.cpp and autograd.cpp, the fake kernels in
-// Python. Nothing in the library needs Python: a C++ program loads it too (examples/cpp).
+// The schemas of the operators. The implementations are registered by cpu.cpp, cpu_backward.cpp,
+// cuda.cpp, cuda_backward.cpp and autograd.cpp, the fake kernels in Python.
 #include <torch/library.h>
-#include <torch/version.h>
-
-#include <optional>
-#include <string>
-#include <tuple>
-
-#if FA_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
-
-namespace {
-
-std::string compiler() {
-#if defined(__clang__)
-  return std::string("Clang ") + __clang_version__;
-#elif defined(__GNUC__)
-  return std::string("GCC ") + __VERSION__;
-#elif defined(_MSC_VER)
-  return "MSVC " + std::to_string(_MSC_VER);
-#else
-  return "unknown";
-#endif
-}
-
-// version, torch and cuda that it was built with, archs as in TORCH_CUDA_ARCH_LIST, with_sm90a,
-// compiler.
-using BuildInfo = std::tuple<std::string, std::string, std::optional<std::string>, std::string,
-                             bool, std::string>;
-
-BuildInfo build_info() {
-  std::optional<std::string> cuda;
-  std::string archs;
-#if FA_WITH_CUDA
-  cuda = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
-  archs = FA_CUDA_ARCHS;
-#endif
-  return {FA_VERSION, TORCH_VERSION, cuda, archs, static_cast<bool>(FA_WITH_SM90A), compiler()};
-}
-
-}  // namespace
 
 TORCH_LIBRARY(fa, m) {
   // Attention forward: out = softmax(scale * query @ key^T + mask) @ value and the natural
@@ -82,9 +41,4 @@ TORCH_LIBRARY(fa, m) {
       "Tensor lse, Tensor? attn_mask=None, bool is_causal=False, float? scale=None, *, "
       "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
       "bool deterministic=False) -> str");
-  // What this build contains; cuda is None without CUDA.
-  m.def(
-      "build_info() -> (str version, str torch, str? cuda, str archs, bool with_sm90a, "
-      "str compiler)",
-      &build_info);
 }

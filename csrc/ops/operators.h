@@ -38,4 +38,18 @@ inline const c10::TypedOperatorHandle<Backward>& backward_op() {
   return op;
 }
 
+inline const c10::TypedOperatorHandle<ForwardVarlen>& forward_varlen_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fa::forward_varlen", "")
+                             .typed<ForwardVarlen>();
+  return op;
+}
+
+inline const c10::TypedOperatorHandle<BackwardVarlen>& backward_varlen_op() {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("fa::backward_varlen", "")
+                             .typed<BackwardVarlen>();
+  return op;
+}
+
 }  // namespace fa

@@ -229,14 +229,6 @@ Band flash_band(bool is_causal, std::optional<int64_t> left, std::optional<int64
   return {is_causal, Corner::kBottomRight, side(left), side(right)};
 }
 
-// The operators for packed sequences; empty where a build has none.
-template <typename Schema>
-std::optional<c10::TypedOperatorHandle<Schema>> find_varlen(const char* name) {
-  const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-  if (!op.has_value()) return std::nullopt;
-  return op->typed<Schema>();
-}
-
 bool has_lengths(const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k) {
   return cum_seq_q && cum_seq_q->defined() && cum_seq_k && cum_seq_k->defined();
 }
@@ -253,21 +245,21 @@ void override_flash_rows(torch::Library& library, const Stock& stock, const Stoc
   library.impl(
       "_flash_attention_forward",
       torch::CppFunction(
-          [stock, varlen = find_varlen<ForwardVarlen>("fa::forward_varlen")](
-              const Tensor& query, const Tensor& key, const Tensor& value,
-              const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k, int64_t max_q,
-              int64_t max_k, double dropout_p, bool is_causal, bool return_debug_mask, Scale scale,
-              std::optional<int64_t> window_size_left, std::optional<int64_t> window_size_right,
-              const OptionalTensor& seqused_k, const OptionalTensor& alibi_slopes) -> FlashOutputs {
+          [stock](const Tensor& query, const Tensor& key, const Tensor& value,
+                  const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k, int64_t max_q,
+                  int64_t max_k, double dropout_p, bool is_causal, bool return_debug_mask,
+                  Scale scale, std::optional<int64_t> window_size_left,
+                  std::optional<int64_t> window_size_right, const OptionalTensor& seqused_k,
+                  const OptionalTensor& alibi_slopes) -> FlashOutputs {
             const Band band = flash_band(is_causal, window_size_left, window_size_right);
             const auto results = [&](const Tensor& out, const Tensor& lse) -> FlashOutputs {
               return {out, lse, unread(query, {2}, at::kUInt64), unread(query, {}, at::kUInt64),
                       unread(query, {0}, query.scalar_type())};
             };
             if (!return_debug_mask && !alibi_slopes) {
-              if (varlen && takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
+              if (takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
                 RECORD_FUNCTION("fa::forward_varlen", c10::ArrayRef<const c10::IValue>{});
-                const auto [out, lse] = varlen->redispatch(
+                const auto [out, lse] = forward_varlen_op().redispatch(
                     stock.keys(), query, key, value, *cum_seq_q, *cum_seq_k, is_causal, scale,
                     band.window_left, band.window_right, seqused_k, /*deterministic=*/false);
                 return results(out, lse);
@@ -289,20 +281,20 @@ void override_flash_rows(torch::Library& library, const Stock& stock, const Stoc
   library.impl(
       "_flash_attention_backward",
       torch::CppFunction(
-          [stock = stock_backward, varlen = find_varlen<BackwardVarlen>("fa::backward_varlen")](
-              const Tensor& grad_out, const Tensor& query, const Tensor& key, const Tensor& value,
-              const Tensor& out, const Tensor& lse, const Tensor& cum_seq_q,
-              const Tensor& cum_seq_k, int64_t max_q, int64_t max_k, double dropout_p,
-              bool is_causal, const Tensor& rng_state, const Tensor& unused, Scale scale,
-              std::optional<int64_t> window_size_left,
-              std::optional<int64_t> window_size_right) -> Gradients {
+          [stock = stock_backward](const Tensor& grad_out, const Tensor& query, const Tensor& key,
+                                   const Tensor& value, const Tensor& out, const Tensor& lse,
+                                   const Tensor& cum_seq_q, const Tensor& cum_seq_k, int64_t max_q,
+                                   int64_t max_k, double dropout_p, bool is_causal,
+                                   const Tensor& rng_state, const Tensor& unused, Scale scale,
+                                   std::optional<int64_t> window_size_left,
+                                   std::optional<int64_t> window_size_right) -> Gradients {
             const Band band = flash_band(is_causal, window_size_left, window_size_right);
-            if (varlen && takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
+            if (takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
               RECORD_FUNCTION("fa::backward_varlen", c10::ArrayRef<const c10::IValue>{});
-              return varlen->redispatch(stock.keys(), grad_out, query, key, value, out, lse,
-                                        cum_seq_q, cum_seq_k, is_causal, scale, band.window_left,
-                                        band.window_right, /*seqused_k=*/std::nullopt,
-                                        at::globalContext().deterministicAlgorithms());
+              return backward_varlen_op().redispatch(
+                  stock.keys(), grad_out, query, key, value, out, lse, cum_seq_q, cum_seq_k,
+                  is_causal, scale, band.window_left, band.window_right, /*seqused_k=*/std::nullopt,
+                  at::globalContext().deterministicAlgorithms());
             }
             if (!cum_seq_q.defined() && !cum_seq_k.defined() && are_4d(query, key, value)) {
               const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2),

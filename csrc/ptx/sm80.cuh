@@ -99,6 +99,13 @@ FA_DEVICE float2 ld_shared_v2_f32(uint32_t smem) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem));
   return v;
 }
+FA_DEVICE uint4 ld_shared_v4_u32(uint32_t smem) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(smem));
+  return v;
+}
 FA_DEVICE unsigned ld_acquire_gpu_global_u32(const unsigned* gmem) {
   unsigned v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(gmem) : "memory");
@@ -107,6 +114,11 @@ FA_DEVICE unsigned ld_acquire_gpu_global_u32(const unsigned* gmem) {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st
 FA_DEVICE void st_shared_u32(uint32_t smem, uint32_t v) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
+}
+FA_DEVICE void st_shared_v4_u32(uint32_t smem, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 FA_DEVICE void st_release_gpu_global_u32(unsigned* gmem, unsigned v) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(gmem), "r"(v) : "memory");

@@ -20,6 +20,10 @@ struct TileCopy {
   static FA_DEVICE uint32_t smem_offset(int thread) {
     return swizzle<kCols>(row(thread), thread % 8);
   }
+  // From there to the same place of step i and of 128-byte line `line`.
+  static constexpr uint32_t offset(int i, int line) {
+    return i * kRowStep * kCols * 2 + line * 128;
+  }
 
   // Enqueues step i of the copy of a tile that lies inside the matrix. address: smem_offset added
   // to the tile; source: the thread's element of this step; col: its column. Columns past head_dim,
@@ -28,7 +32,7 @@ struct TileCopy {
                                   int head_dim, bool valid) {
 #pragma unroll
     for (int line = 0; line < kLines; ++line)
-      ptx::cp_async_cg_16(address + i * kRowStep * kCols * 2 + line * 128, source + line * 64,
+      ptx::cp_async_cg_16(address + offset(i, line), source + line * 64,
                           valid && col + line * 64 < head_dim);
   }
 
@@ -41,6 +45,33 @@ struct TileCopy {
       load_step(address, source, i, col, head_dim, i * kRowStep < rows_left);
       source += kRowStep * row_stride;
     }
+  }
+};
+
+// The same into panels of 64 columns, as wgmma wants its operands: a tile of [kPanelRows][kCols]
+// after the other, each [kCols / 64][kPanelRows][64] with 128-byte swizzle.
+template <int kRows, int kCols, int kThreads, int kPanelRows>
+struct PanelCopy {
+  static constexpr int kLines = kCols / 64;
+  static constexpr int kRowStep = kThreads / 8;
+  static constexpr int kSteps = kRows / kRowStep;
+  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "row & 7 is the same in every step");
+  static_assert(kPanelRows % kRowStep == 0 && kRows % kPanelRows == 0);
+
+  static FA_DEVICE int row(int thread) { return thread / 8; }
+  static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
+  static FA_DEVICE uint32_t smem_offset(int thread) { return swizzle<64>(row(thread), thread % 8); }
+  static constexpr uint32_t offset(int i, int line) {
+    const int first = i * kRowStep, tile = first / kPanelRows;
+    return tile * kPanelRows * kCols * 2 + (line * kPanelRows + first % kPanelRows) * 128;
+  }
+
+  static FA_DEVICE void load_step(uint32_t address, const uint16_t* source, int i, int col,
+                                  int head_dim, bool valid) {
+#pragma unroll
+    for (int line = 0; line < kLines; ++line)
+      ptx::cp_async_cg_16(address + offset(i, line), source + line * 64,
+                          valid && col + line * 64 < head_dim);
   }
 };
 

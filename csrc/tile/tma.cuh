@@ -4,6 +4,7 @@
 // (head_dim, seqlen, heads, batch) and boxes of one panel; columns past head_dim and rows past
 // seqlen read as zero and are not written.
 #pragma once
+#include "../ptx/sm80.cuh"
 #include "../ptx/sm90.cuh"
 
 namespace fa::tile {
@@ -32,6 +33,21 @@ FA_DEVICE void tma_store(const CUtensorMap* map, uint32_t smem, uint32_t panel_b
     const int col = first_col + i * kPanelCols;
     if (col < head_dim)
       ptx::cp_async_bulk_tensor_4d_store(map, smem + i * panel_bytes, col, row, head, batch);
+  }
+}
+
+// Zeros in rows [first, end) of a tile whose panels have kRows rows, by kThreads threads that take
+// every step together. Before a product or a copy touches the tile, each has to fence_proxy_async.
+template <int kRows, int kCols, int kThreads>
+FA_DEVICE void clear_rows(uint32_t smem, int first, int end, int thread) {
+  constexpr int kStep = kThreads / 8;  // a row of a panel has eight pieces of 16 bytes
+#pragma unroll 1
+  for (int step = first / kStep * kStep; step < end; step += kStep) {
+    const int row = step + thread / 8;
+#pragma unroll
+    for (int panel = 0; panel < kCols / kPanelCols; ++panel)
+      if (row >= first)
+        ptx::st_shared_v4_u32(smem + (panel * kRows + row) * kPanelCols * 2 + thread % 8 * 16, {});
   }
 }
 
