@@ -114,9 +114,9 @@ def enable(device_types=None):
     Puts our kernels behind torch's fused attention operators and their backwards; everything above
     them is torch's own: autograd, autocast, torch.compile, vmap, DTensor, context parallelism, the
     flop counter. On CUDA these are the operators that F.scaled_dot_product_attention picks,
-    cuDNN's, flash-attention's and the memory-efficient one, and `aten::_flash_attention_forward`
-    with dense tensors. Which of them a call comes to is still torch's choice, and
-    `torch.nn.attention.sdpa_kernel` still restricts it.
+    cuDNN's, flash-attention's and the memory-efficient one, and `aten::_flash_attention_forward`,
+    which `torch.nn.attention.varlen` calls. Which of them a call comes to is still torch's choice,
+    and `torch.nn.attention.sdpa_kernel` still restricts it.
 
     Calls that our kernels cannot do run torch's kernel as before, without a warning: dropout, a
     head_dim above 256, value with another head_dim, dtypes other than float16 and bfloat16 on CUDA,
@@ -126,7 +126,9 @@ def enable(device_types=None):
 
     Results are as from `flashattn_ext.scaled_dot_product_attention`: a query that sees no key gives
     0 and gradients of 0. For cuDNN torch 2.11 turns a bool mask into one of numbers with -65504 at
-    hidden keys, and so -65504 (in bfloat16 -65536) in a mask of query's dtype hides a key.
+    hidden keys, and so -65504 (in bfloat16 -65536) in a mask of query's dtype hides a key. The
+    kernels for decoding read no masks of numbers; the attention "fa_ext" of
+    `flashattn_ext.transformers` gives them bool ones.
 
     Does the same as `torch.nn.attention.activate_flash_attention_impl("FA_EXT")`. The environment
     variable FLASHATTN_EXT_ENABLE=1 does it when torch is imported, in programs that do not know of
@@ -134,7 +136,7 @@ def enable(device_types=None):
 
     Args:
         device_types: "cuda", "cpu" or several of them. Default: "cuda", or "cpu" if the build has
-            the CPU backend only. On CPUs torch's own kernel is as fast as ours or faster.
+            the CPU backend only. On CPUs torch's own kernel is faster than ours without a mask.
 
     Returns:
         A context manager that restores what was active before. Enabling again changes nothing, so
