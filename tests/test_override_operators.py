@@ -225,6 +225,18 @@ def test_layouts_are_those_of_the_meta_functions(device, name, layout, seqlens):
         assert metadata(gradients) == metadata(expected)
 
 
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("seqlens", [(0, 5), (5, 0)])
+def test_without_queries_or_keys(device, name, seqlens):
+    """Queries without keys give 0; gradients of keys without queries are 0."""
+    leaves = [x.requires_grad_() for x in inputs(device, heads=(4, 4), seqlens=seqlens)]
+    with overridden(name, device):
+        out = out_of(name, call(name, *leaves))
+        gradients = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert out.shape == leaves[0].shape and (out == 0).all()
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
 def test_efficient_attention_without_lse(device):
     name = "_scaled_dot_product_efficient_attention"
     query, key, value = inputs(device, heads=(2, 2))

@@ -82,6 +82,16 @@ def test_left_padding(device, kind):
     assert (attention(*leaves)[0, :, :9] == 0).all()
 
 
+def test_low_scores_and_a_mask(device):
+    """704 keys and scores of about -120, where torch's cuDNN gives gradients of NaN
+    (pytorch/pytorch#196678)."""
+    query, key, value = inputs(device, (1, 1), (704, 704), head_dim=64)
+    leaves = [(query * 0.1 + 3.9), (key * 0.1 - 3.9), value]
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    visible = torch.rand(2, 1, 704, 704, device=device) < 0.9
+    check_training(functools.partial(sdpa, attn_mask=visible), *leaves, mask=visible)
+
+
 def test_lower_right_bias(device):
     """On CUDA torch gives it to the flash operator, which has that corner; else it makes a mask."""
     leaves = inputs(device, seqlens=(40, 70), requires_grad=True)
