@@ -31,8 +31,9 @@ if not _same_binary(TORCH_VERSION, torch.__version__):
         "pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
 
-_LIBRARY = Path(__file__).with_name("libflashattn_ext.so")
-torch.ops.load_library(str(_LIBRARY))  # defines the operators
+# The path of the operators, which C++ programs load too.
+LIBRARY = str(Path(__file__).with_name("libflashattn_ext.so"))
+torch.ops.load_library(LIBRARY)
 
 from . import _C  # noqa: E402
 from .interface import (  # noqa: E402
@@ -51,6 +52,7 @@ from .varlen import flash_attn_varlen_func  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
+    "LIBRARY",
     "build_info",
     "disable",
     "enable",
@@ -78,11 +80,9 @@ def build_info() -> dict:
 
     version of flashattn_ext; torch and cuda it was built with (cuda is None without); archs of the
     kernels, as in TORCH_CUDA_ARCH_LIST; with_cuda, with_sm90a; compiler; cpu_only_reason, why there
-    are no CUDA kernels (None if there are); library, the path of the operators, which C++ programs
-    load too.
+    are no CUDA kernels (None if there are).
     """
-    info = {"cpu_only_reason": CPU_ONLY_REASON, "library": str(_LIBRARY)}
-    return {**_C.build_info(), **info}
+    return {**_C.build_info(), "cpu_only_reason": CPU_ONLY_REASON}
 
 
 enable_as_environment_says()

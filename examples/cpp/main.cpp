@@ -3,7 +3,7 @@
 //
 //   attention LIBRARY [MODEL.pt2 EXAMPLE.pt]
 //
-// LIBRARY is flashattn_ext.build_info()["library"]; export_model.py writes the other two. Prints
+// LIBRARY is flashattn_ext.LIBRARY; export_model.py writes the other two. Prints
 // the differences from torch's attention and from the model in Python; exit code 1 if one is large.
 #include <ATen/DynamicLibrary.h>
 #include <ATen/core/dispatch/Dispatcher.h>
