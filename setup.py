@@ -24,6 +24,7 @@ from torch.utils.cpp_extension import (
 )
 
 ROOT = Path(__file__).resolve().parent
+LIBRARY = "flashattn_ext.libflashattn_ext"
 DEFAULT_ARCHS = "8.0+PTX;9.0a"  # the PTX carries every newer GPU
 GIB_PER_JOB = 1  # a compiler takes 0.6 GiB on the headers of torch, 0.3 GiB on a kernel file
 
@@ -90,9 +91,10 @@ def with_sm90a(reason: str | None) -> bool:
     return reason is None and "9.0a" in gpus_of(arch_list())
 
 
-def extension(reason: str | None):
-    """The one extension module, _C; with `reason` it has the CPU backend only."""
-    host_files = ("library", "autograd", "cpu", "cpu_backward", "kvcache", "varlen")
+def extensions(reason: str | None) -> list:
+    """The operators, a library that needs no Python, and the module _C, which says what is in it;
+    with `reason` they have the CPU backend only."""
+    host_files = ("library", "autograd", "cpu", "cpu_backward", "kvcache", "override", "varlen")
     sources = [f"csrc/ops/{name}.cpp" for name in host_files]
     macros = [("FA_VERSION", f'"{VERSION}"'), ("FA_WITH_CUDA", int(reason is None))]
     macros += [("FA_CUDA_ARCHS", '""' if reason else f'"{arch_list()}"')]
@@ -118,24 +120,32 @@ def extension(reason: str | None):
         halves = ["HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"]
         flags["nvcc"] = [f"-U__CUDA_NO_{name}__" for name in halves]
         flags["nvcc"] += shlex.split(read(str(ROOT / "csrc/nvcc_flags.txt")), comments=True)
-    return make(
-        "flashattn_ext._C",
-        sources,
-        include_dirs=[pybind11.get_include(), str(ROOT / "csrc")],
-        define_macros=macros,
-        extra_compile_args=flags,
-        extra_link_args=link_flags,
-    )
+    options = {
+        "include_dirs": [pybind11.get_include(), str(ROOT / "csrc")],
+        "define_macros": macros,
+        "extra_compile_args": flags,
+        "extra_link_args": link_flags,
+    }
+    return [
+        # The limited API, which no file uses: otherwise torch would link it with Python.
+        make(LIBRARY, sources, py_limited_api=True, **options),
+        make("flashattn_ext._C", ["csrc/ops/python.cpp"], **options),
+    ]
 
 
 class Build(BuildExtension):
-    """Also writes flashattn_ext/_build.py, which __init__.py reads before it loads _C."""
+    """Also writes flashattn_ext/_build.py, which __init__.py reads before it loads anything."""
 
     def run(self) -> None:
         super().run()
         folder = Path(self.get_ext_fullpath("flashattn_ext._C")).parent
         text = f"TORCH_VERSION = {str(torch.__version__)!r}\nCPU_ONLY_REASON = {REASON!r}\n"
         (folder / "_build.py").write_text(text)
+
+    def get_ext_filename(self, ext_name: str) -> str:
+        if LIBRARY.endswith(ext_name):  # no module of Python's: a plain name
+            return ext_name.replace(".", os.sep) + ".so"
+        return super().get_ext_filename(ext_name)
 
 
 if shutil.which(get_cxx_compiler()) is None:
@@ -151,7 +161,7 @@ print(
 )
 setup(
     version=VERSION,
-    ext_modules=[extension(REASON)],
+    ext_modules=extensions(REASON),
     cmdclass={"build_ext": Build},
     # The binary fits the torch it was built with: the same minor version.
     install_requires=[f"torch=={'.'.join(torch.__version__.split('.')[:2])}.*"],

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 import harness
@@ -53,19 +54,26 @@ def bind(x: Inputs) -> dict[str, Callable[[], object]]:
 
 
 def time_batches(
-    calls: dict[str, Callable[[], object]], device: torch.device, batches: int, size: int = CALLS
+    calls: dict[str, Callable[[], object]],
+    device: torch.device,
+    batches: int,
+    size: int = CALLS,
+    contexts: dict[str, Callable[[], AbstractContextManager]] | None = None,
 ) -> dict[str, harness.Timing]:
-    """The wall-clock time of one call, from interleaved batches of `size` calls."""
+    """The wall-clock time of one call, from interleaved batches of `size` calls. contexts: what is
+    entered around the batches of a call, outside the timed part."""
+    contexts = contexts or {}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     with harness.no_garbage_collection():
         for _, (name, call) in itertools.product(
             range(WARMUP_BATCHES + batches), tuple(calls.items())
         ):
-            start = time.perf_counter()
-            for _ in itertools.repeat(None, size):
-                call()
-            samples[name].append((time.perf_counter() - start) * 1e3)
-            harness.synchronize(device)
+            with contexts.get(name, nullcontext)():
+                start = time.perf_counter()
+                for _ in itertools.repeat(None, size):
+                    call()
+                samples[name].append((time.perf_counter() - start) * 1e3)
+                harness.synchronize(device)
     return {name: harness.summary(ms[WARMUP_BATCHES:], size) for name, ms in samples.items()}
 
 

@@ -1,6 +1,7 @@
 """Exact attention from our own CUDA and CPU kernels, in the shape of torch's own operator."""
 
 import importlib
+from pathlib import Path
 
 import torch
 
@@ -22,13 +23,17 @@ def _same_binary(built: str, found: str) -> bool:
     return same_minor and (CPU_ONLY_REASON is not None or built_local == found_local)
 
 
-# Before _C is loaded: against another torch that would end in missing symbols, or worse.
+# Before anything is loaded: against another torch that would end in missing symbols, or worse.
 if not _same_binary(TORCH_VERSION, torch.__version__):
     raise ImportError(
         f"flashattn_ext was built with torch {TORCH_VERSION}, found torch {torch.__version__}: "
         "reinstall it from a checkout with `pip install setuptools ninja pybind11 && "
         "pip install --no-build-isolation --force-reinstall --no-deps .`"
     )
+
+# The path of the operators, which C++ programs load too.
+LIBRARY = str(Path(__file__).with_name("libflashattn_ext.so"))
+torch.ops.load_library(LIBRARY)
 
 from . import _C  # noqa: E402
 from .interface import (  # noqa: E402
@@ -37,15 +42,25 @@ from .interface import (  # noqa: E402
     scaled_dot_product_attention,
 )
 from .kvcache import flash_attn_with_kvcache, merge_states  # noqa: E402
+from .override import (  # noqa: E402
+    disable,
+    enable,
+    enable_as_environment_says,
+    is_enabled,
+)
 from .varlen import flash_attn_varlen_func  # noqa: E402
 
 __version__ = "0.1.0"
 __all__ = [
+    "LIBRARY",
     "build_info",
+    "disable",
+    "enable",
     "flash_attn_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "forward_kernel",
+    "is_enabled",
     "merge_states",
     "scaled_dot_product_attention",
 ]
@@ -68,3 +83,6 @@ def build_info() -> dict:
     are no CUDA kernels (None if there are).
     """
     return {**_C.build_info(), "cpu_only_reason": CPU_ONLY_REASON}
+
+
+enable_as_environment_says()

@@ -76,6 +76,7 @@ def _report_build():
     for name, value in flashattn_ext.build_info().items():
         _write(name, " ".join(value) or None if isinstance(value, list) else value)
     _write("installed in", Path(flashattn_ext.__file__).parent)
+    _write("enabled", flashattn_ext.is_enabled())
 
 
 def _driver():
@@ -230,6 +231,7 @@ def main(arguments=None):
         device = "cuda" if works else "cpu"
     _report_build()
     _report_machine()
+    flashattn_ext.disable()  # the times are to be those of torch's own kernels
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     calls = _CALLS if device == "cuda" else [_small(call) for call in _CALLS]
     print(f"calls on {device}, {dtype}, batch 1")

@@ -1,8 +1,8 @@
 """The dispatcher side of the package: what the operators need from Python for tracing, vmap and
 torch's flop counter.
 
-The schemas, the CPU and CUDA kernels and the derivative are C++ and are registered when `_C` is
-loaded. Shape and dtype rules stand there only (csrc/ops/checks.h); nothing here repeats them.
+The schemas, the CPU and CUDA kernels and the derivative are C++ and are registered when the library
+is loaded. Shape and dtype rules stand there only (csrc/ops/checks.h); nothing here repeats them.
 Nothing here is public.
 """
 
@@ -12,8 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils.flop_counter import register_flop_formula
-
-from . import _C  # noqa: F401  (loading it defines the operators)
 
 # The overload itself: one dictionary look-up and one overload resolution less than
 # torch.ops.fa.forward on every call.

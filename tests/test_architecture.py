@@ -27,7 +27,12 @@ TEXT_FILES = sorted(
     and path.is_file()
     and path.name not in GENERATED
 )
-SOURCES = [path for path in TEXT_FILES if path.suffix in {".h", ".cuh", ".cu", ".cpp"}]
+SOURCES = [
+    path
+    for path in TEXT_FILES
+    if path.suffix in {".h", ".cuh", ".cu", ".cpp"}
+    and not path.is_relative_to(CHECKOUT / "examples")  # programs of users
+]
 KERNEL_SIDE = [path for path in SOURCES if path.parent != CSRC / "ops"]
 
 # Folder -> folders and files its files may include, as written relative to csrc/.

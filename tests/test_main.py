@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import flashattn_ext
 import flashattn_ext.__main__ as report
 
 NAMES = [call.name for call in report._CALLS]
@@ -59,6 +60,22 @@ def test_report(device, tmp_path):
         assert ratio == pytest.approx(torchs / ours, rel=0.05, abs=0.01)
         assert difference < (1 if device == "cuda" else 1e-4)  # gradients reach tens, in bfloat16
     assert "time with backward" in calls["training"]
+
+
+def test_enabled(run_in_process, monkeypatch):
+    """The report says so, and the times beside ours are torch's all the same."""
+    ran = []
+    attention = F.scaled_dot_product_attention
+
+    def watched(*arguments, **options):
+        ran.append(flashattn_ext.is_enabled())
+        return attention(*arguments, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    with flashattn_ext.enable():
+        head, _ = run_in_process("--device", "cpu")
+    assert "  enabled             True\n" in head
+    assert ran and not any(ran)
 
 
 def test_device_of_choice(run_in_process):

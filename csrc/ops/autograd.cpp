@@ -4,7 +4,6 @@
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -12,55 +11,13 @@
 #include <tuple>
 #include <utility>
 
+#include "operators.h"
+
 namespace fa {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-using Outputs = std::tuple<at::Tensor, at::Tensor>;
-using Forward = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                        const std::optional<at::Tensor>&, bool, std::optional<double>, c10::SymInt,
-                        c10::SymInt, bool, bool);
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Backward = Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                           const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                           const std::optional<at::Tensor>&, bool, std::optional<double>,
-                           c10::SymInt, c10::SymInt, bool, bool);
-
-using ForwardVarlen = Outputs(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                              const at::Tensor&, const at::Tensor&, bool, std::optional<double>,
-                              c10::SymInt, c10::SymInt, const std::optional<at::Tensor>&, bool);
-using BackwardVarlen = Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                 const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                 const at::Tensor&, const at::Tensor&, bool, std::optional<double>,
-                                 c10::SymInt, c10::SymInt, const std::optional<at::Tensor>&, bool);
-
-const c10::TypedOperatorHandle<Forward>& forward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fa::forward", "").typed<Forward>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<Backward>& backward_op() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("fa::backward", "").typed<Backward>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<ForwardVarlen>& forward_varlen_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fa::forward_varlen", "")
-                             .typed<ForwardVarlen>();
-  return op;
-}
-
-const c10::TypedOperatorHandle<BackwardVarlen>& backward_varlen_op() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fa::backward_varlen", "")
-                             .typed<BackwardVarlen>();
-  return op;
-}
 
 void check_no_tangent(const char* op, const char* name, const at::Tensor& tensor) {
   TORCH_CHECK(!tensor._fw_grad(/*level=*/0).defined(), name, ": ", op,

@@ -1,21 +1,6 @@
-// The schemas of the operators, and what this build contains. The implementations are registered by
-// cpu.cpp, cpu_backward.cpp, cuda.cpp, cuda_backward.cpp and autograd.cpp, the fake kernels in
-// Python.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
+// The schemas of the operators. The implementations are registered by cpu.cpp, cpu_backward.cpp,
+// cuda.cpp, cuda_backward.cpp and autograd.cpp, the fake kernels in Python.
 #include <torch/library.h>
-#include <torch/version.h>
-
-#include <algorithm>
-#include <iterator>
-#include <optional>
-#include <sstream>
-#include <string>
-#include <vector>
-
-#if FA_WITH_CUDA
-#include <cuda_runtime_api.h>
-#endif
 
 TORCH_LIBRARY(fa, m) {
   // Attention forward: out = softmax(scale * query @ key^T + mask) @ value and the natural
@@ -57,55 +42,4 @@ TORCH_LIBRARY(fa, m) {
       "Tensor lse, Tensor? attn_mask=None, bool is_causal=False, float? scale=None, *, "
       "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
       "bool deterministic=False) -> str");
-}
-
-namespace {
-
-#if FA_WITH_CUDA
-constexpr const char* kCudaArchs = FA_CUDA_ARCHS;
-#else
-constexpr const char* kCudaArchs = "";
-#endif
-
-// "8.0+PTX;9.0a" -> ["8.0+PTX", "9.0a"].
-std::vector<std::string> split_archs(std::string text) {
-  std::replace(text.begin(), text.end(), ';', ' ');
-  std::istringstream words(text);
-  return {std::istream_iterator<std::string>(words), std::istream_iterator<std::string>()};
-}
-
-std::string compiler() {
-#if defined(__clang__)
-  return std::string("Clang ") + __clang_version__;
-#elif defined(__GNUC__)
-  return std::string("GCC ") + __VERSION__;
-#elif defined(_MSC_VER)
-  return "MSVC " + std::to_string(_MSC_VER);
-#else
-  return "unknown";
-#endif
-}
-
-pybind11::dict build_info() {
-  std::optional<std::string> cuda;
-#if FA_WITH_CUDA
-  cuda = std::to_string(CUDART_VERSION / 1000) + "." + std::to_string(CUDART_VERSION % 1000 / 10);
-#endif
-  pybind11::dict info;
-  info["version"] = FA_VERSION;
-  info["torch"] = TORCH_VERSION;
-  info["cuda"] = cuda;
-  info["archs"] = split_archs(kCudaArchs);
-  info["with_cuda"] = cuda.has_value();
-  info["with_sm90a"] = static_cast<bool>(FA_WITH_SM90A);
-  info["compiler"] = compiler();
-  return info;
-}
-
-}  // namespace
-
-PYBIND11_MODULE(_C, m) {
-  m.def("build_info", &build_info,
-        "What this build contains: version, torch and cuda (None without) it was built with, "
-        "archs, with_cuda, with_sm90a, compiler.");
 }
