@@ -57,7 +57,9 @@ def kernels_of(log):
 def test_all_rungs_compile_and_keep_to_registers(log, tmp_path):
     source = BENCHMARKS / "ladder" / f"log{log.name}.cu"
     compiled = compile_report.compile_file(find_nvcc(), source, ["sm_80", "sm_90"], tmp_path / "o")
-    assert len(compiled.kernels) == 2 * len(kernels_of(log))
+    # A rung at the occupancy of another is the same kernel.
+    names = {re.sub(r" at \d CTAs$", "", name) for name in kernels_of(log)}
+    assert len(compiled.kernels) == 2 * len(names)
     for kernel in compiled.kernels:
         taken = (kernel.spill_stores, kernel.spill_loads, kernel.stack)
         assert taken == (0, 0, 0) and kernel.registers, kernel

@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(kThreads) two_by_two_kernel(const __grid_const
   if constexpr (!Step::kApart) load_v(0, 0);
   ptx::cp_async_commit_group();
 
-  const float scale = Step::kExp2 ? p.scale * kLog2E : p.scale;
+  const float scale = Step::kExp2 ? p.scale_log2 : p.scale;
   Rows rows;
   auto step = [&](int block, auto masked) {
     const int stage = Step::kApart ? 0 : block % 2;
@@ -316,6 +316,7 @@ const Rung kRungs[] = {
     rung<Skip>("skip"),
     rung<TwoLoops>("two loops"),
     rung<FloatState>("fp32 state"),
+    with_unused_smem(rung<FloatState>("fp32 state at 2 CTAs"), 36 * 1024),
     rung<Apart>("loads apart"),
     rung<Exp2>("exp2"),
     rung<FixedStrides>("fixed strides"),
