@@ -167,6 +167,11 @@ def test_a_run_tells_what_was_wrong_and_goes_on(log, monkeypatch, fake_rungs, tm
     counts = map(str, first.fp32 or "--")
     assert re.search(rf"\| {first.name} *\| *" + r" \| *".join([*counts, "1048576", "7"]), text)
     result = {"schema": 1, "environment": harness.environment(torch.device("cpu")), "rows": [row]}
+    (failure,) = ladder.failures(result)
+    assert failure.startswith(f"log {log.name}, whole rows: error ")
+    results["V5"] = {"error": "no image"}
+    assert f"log {log.name}, V5: no image" in ladder.failures(result)
+    del results["V5"]
     path = tmp_path / "ladder.json"
     harness.write_result(path, result)
     assert ladder.main(["--show", str(path)]) == 0

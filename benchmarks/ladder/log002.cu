@@ -9,9 +9,9 @@
 //     warp (i, j)   | rows 16 i, keys 16 j                       | rows 16 i, cols 64 j |
 //
 //   kApart false: two stages of K and V, the next block on its way while one is computed
-//     shared   sQ [32][128]   sK, sV [2][32][128]   sP [32][32 + 8]                    43.5 KiB
+//     shared   sQ [32][128]   sK, sV [2][32][128]   sP [32][32 + 8]                    43.0 KiB
 //   kApart true: one of each, Q in registers; K is on its way from the maximum on, V from the start
-//     shared   sK, sV [32][128]   sP [32][32 + 8]                                      19.0 KiB
+//     shared   sK, sV [32][128]   sP [32][32 + 8]                                      19.3 KiB
 //
 // The log's shared memory, 43.26 KB before its step to warp specialisation and 18.43 KB after it,
 // is that of these tiles to the byte: five of 8 KiB, 2 KiB of P and 256 bytes; then two, and P. (P
