@@ -141,8 +141,10 @@ def measure(options: argparse.Namespace) -> dict:
     if options.commit:
         environment["commit"] = options.commit
     if any({PORTABLE, HOPPER} & set(rungs) for rungs in options.rungs.values()):
-        import flashattn_ext
-
+        try:
+            import flashattn_ext
+        except ImportError as error:
+            raise SystemExit(f"--rungs: our rungs need the installed package: {error}") from error
         environment["flashattn_ext"] = flashattn_ext.build_info()
     count = sum(2 * len(rungs) + (not options.no_ncu) for rungs in options.rungs.values())
     progress = harness.Progress(1 + count)
@@ -165,6 +167,16 @@ def measure(options: argparse.Namespace) -> dict:
     return result
 
 
+def failures(result: dict) -> list[str]:
+    """What is wrong or did not run. Our Hopper kernel may refuse: it is for one kind of GPU."""
+    return [
+        f"log {row['log']}, {rung}: {reason}"
+        for row in result["rows"]
+        for rung, r in row["results"].items()
+        if (reason := r.get("wrong") or (rung != HOPPER and r.get("error")))
+    ]
+
+
 def main(arguments: list[str] | None = None) -> int:
     options, start = parse_arguments(arguments), time.perf_counter()
     if options.show:
@@ -175,7 +187,10 @@ def main(arguments: list[str] | None = None) -> int:
     ladder_report.plot(result, options.out.with_suffix(".png"))
     if options.show:
         return 0
-    return 1 if command.report_failures(result, options, start) else 0
+    failed = failures(result)
+    print(f"{len(failed)} failures, {time.perf_counter() - start:.0f} s -> {options.out}")
+    print("".join(f"FAILED {line}\n" for line in failed), end="", file=sys.stderr)
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import shlex
 from collections.abc import Callable
@@ -26,6 +27,7 @@ class Problem(ctypes.Structure):
         ("strides", ctypes.c_int64 * 12),  # batch, head, row of query, key, value, out
         *((name, ctypes.c_int) for name in ("batch", "heads_q", "heads_k", "seqlen")),
         ("scale", ctypes.c_float),
+        ("scale_log2", ctypes.c_float),
     )
 
     @classmethod
@@ -43,6 +45,7 @@ class Problem(ctypes.Structure):
             x.key.shape[1],
             seqlen,
             head_dim**-0.5,
+            head_dim**-0.5 / math.log(2),
         )
 
 

@@ -47,7 +47,7 @@ METRICS = {
     **{f"stalled_{name}": STALL.format(name) for name in STALLS},
 }
 # A ladder's kernels run in the order of their rungs, each rung one kernel.
-LADDER_KERNEL = re.compile(r"column_warps_kernel|two_by_two_kernel|whole_rows_kernel")
+LADDER_KERNEL = re.compile(r"column_warps_kernel|column_blocks_kernel|whole_rows_kernel")
 # Of log000.cu: what its barriers stand between, the last parts first.
 PHASES = ("epilogue", "P V", "softmax", "Q K^T", "K copy")
 

@@ -235,10 +235,10 @@ def regenerate(text: str) -> str:
 
     def block(match: re.Match) -> str:
         path = HERE / "results" / match["file"]
-        if not path.is_file():
+        result = harness.read_result(path) if path.is_file() else {"rows": []}
+        row = next((row for row in result["rows"] if row["log"] == match["log"]), None)
+        if row is None:
             return f"{match['head']}Not measured yet.\n{match['tail']}"
-        result = harness.read_result(path)
-        row = next(row for row in result["rows"] if row["log"] == match["log"])
         parts = [f"{stamp(result)}.", time_table(row), *profile_tables(row)]
         return f"{match['head']}{chr(10).join(f'{part}{chr(10)}' for part in parts)}{match['tail']}"
 

@@ -57,7 +57,9 @@ def kernels_of(log):
 def test_all_rungs_compile_and_keep_to_registers(log, tmp_path):
     source = BENCHMARKS / "ladder" / f"log{log.name}.cu"
     compiled = compile_report.compile_file(find_nvcc(), source, ["sm_80", "sm_90"], tmp_path / "o")
-    assert len(compiled.kernels) == 2 * len(kernels_of(log))
+    # A rung at the occupancy of another is the same kernel.
+    names = {re.sub(r" at \d CTAs$", "", name) for name in kernels_of(log)}
+    assert len(compiled.kernels) == 2 * len(names)
     for kernel in compiled.kernels:
         taken = (kernel.spill_stores, kernel.spill_loads, kernel.stack)
         assert taken == (0, 0, 0) and kernel.registers, kernel
@@ -165,6 +167,11 @@ def test_a_run_tells_what_was_wrong_and_goes_on(log, monkeypatch, fake_rungs, tm
     counts = map(str, first.fp32 or "--")
     assert re.search(rf"\| {first.name} *\| *" + r" \| *".join([*counts, "1048576", "7"]), text)
     result = {"schema": 1, "environment": harness.environment(torch.device("cpu")), "rows": [row]}
+    (failure,) = ladder.failures(result)
+    assert failure.startswith(f"log {log.name}, whole rows: error ")
+    results["V5"] = {"error": "no image"}
+    assert f"log {log.name}, V5: no image" in ladder.failures(result)
+    del results["V5"]
     path = tmp_path / "ladder.json"
     harness.write_result(path, result)
     assert ladder.main(["--show", str(path)]) == 0

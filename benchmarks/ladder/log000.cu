@@ -171,9 +171,8 @@ FA_DEVICE void store_numerators(uint16_t* row, const float (&p)[2], int lane) {
 // The warp's rows of sS become P in sP; their maxima, sums and history advance. kFirst: the first
 // tile, in a step that has no history to read then.
 template <class Step, bool kFirst>
-FA_DEVICE void softmax(SharedStorage& smem, float scale, int warp, int lane) {
+FA_DEVICE void softmax(SharedStorage& smem, float scale, float scale_log2, int warp, int lane) {
   constexpr int kRows = Step::kRows;
-  const float scale_log2 = scale * kLog2E;
 #pragma unroll 1  // what is in flight is what the step says
   for (int row = warp * kWarpRows; row < (warp + 1) * kWarpRows; row += kRows) {
     float s[kRows][2], tile_max[kRows], old_max[kRows], new_max[kRows], tile_sum[kRows];
@@ -232,15 +231,15 @@ FA_DEVICE void softmax(SharedStorage& smem, float scale, int warp, int lane) {
 
 // O [16][64] of the warp *= what its rows' maxima rose by.
 template <class Step>
-FA_DEVICE void rescale_output(tile::Accumulator<1, 8>& rO, const SharedStorage& smem, float scale,
-                              int warp_m, int lane) {
+FA_DEVICE void rescale_output(tile::Accumulator<1, 8>& rO, const SharedStorage& smem,
+                              float scale_log2, int warp_m, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = warp_m * 16 + lane / 4 + 8 * half;
     const float history = smem.row_history[row];
     const float factor = Step::kSharedRescale
                              ? history
-                             : history_factor<Step>(history, smem.row_max[row], scale * kLog2E);
+                             : history_factor<Step>(history, smem.row_max[row], scale_log2);
 #pragma unroll
     for (int d = 0; d < 8; ++d) {
       rO.x[0][d][2 * half] *= factor;
@@ -301,13 +300,13 @@ __global__ void __launch_bounds__(kThreads) column_warps_kernel(const __grid_con
     load_tile<kBlockN>(sKV, p.value + head + key * kHeadDim, kHeadDim, thread);
     ptx::cp_async_commit_group();
     if (Step::kFirstApart && key == 0) {
-      softmax<Step, true>(smem, p.scale, warp, lane);
+      softmax<Step, true>(smem, p.scale, p.scale_log2, warp, lane);
     } else {
-      softmax<Step, false>(smem, p.scale, warp, lane);
+      softmax<Step, false>(smem, p.scale, p.scale_log2, warp, lane);
     }
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // P and V are there for all
-    if (!Step::kFirstApart || key > 0) rescale_output<Step>(rO, smem, p.scale, warp_m, lane);
+    if (!Step::kFirstApart || key > 0) rescale_output<Step>(rO, smem, p.scale_log2, warp_m, lane);
     product_pv(rO, sP, sKV, warp_m, warp_n, lane);
     __syncthreads();  // all have read V and P
   }
@@ -330,6 +329,7 @@ const Rung kRungs[] = {
     rung<V6>("V6"),
     rung<V7>("V7"),
     rung<V8>("V8"),
+    with_unused_smem(rung<V8>("V8 at 4 CTAs"), 8 * 1024),
     rung<V9DoubleBuffered>("V9 double-buffered"),
     rung<V9PrefetchA>("V9 A prefetched"),
     rung<V9FixedAddresses>("V9 fixed addresses"),

@@ -18,7 +18,7 @@ struct Strides {
   int64_t batch, head, row;  // in elements
 };
 
-// Mirrored in benchmarks/ladder_build.py.
+// Mirrored in benchmarks/ladder_kernels.py.
 struct Problem {
   const uint16_t* query;  // [batch, heads_q, seqlen, kHeadDim], contiguous, as all of them
   const uint16_t* key;    // [batch, heads_k, seqlen, kHeadDim]
@@ -30,6 +30,7 @@ struct Problem {
   int heads_k;  // divides heads_q
   int seqlen;   // a multiple of 64
   float scale;
+  float scale_log2;  // scale * log2 e
 };
 
 struct Rung {
@@ -37,7 +38,14 @@ struct Rung {
   void (*kernel)(Problem);
   int block_m;      // query rows of a CTA
   bool rows_first;  // blockIdx.x counts blocks of rows, blockIdx.y heads; otherwise the other way
+  int unused_smem_bytes = 0;  // of a CTA, so that fewer of them share an SM
 };
+
+// Not in the logs: a rung at the occupancy of another, to tell what occupancy alone does.
+constexpr Rung with_unused_smem(Rung rung, int bytes) {
+  rung.unused_smem_bytes = bytes;
+  return rung;
+}
 
 struct Place {
   int m_block;
@@ -79,6 +87,13 @@ inline const Rung* find_rung(const Rung* rungs, int count, const char* name) {
   return nullptr;
 }
 
+// Only ever raises the limit: rungs that share a kernel are replayed from graphs later.
+inline cudaError_t allow_unused_smem(const Rung& rung) {
+  if (rung.unused_smem_bytes == 0) return cudaSuccess;
+  return cudaFuncSetAttribute(rung.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              rung.unused_smem_bytes);
+}
+
 inline int launch_rung(const Rung* rung, const Problem& p, cudaStream_t stream) {
   if (rung == nullptr || p.seqlen <= 0 || p.seqlen % 64 != 0 || p.heads_k <= 0 ||
       p.heads_q % p.heads_k != 0) {
@@ -86,11 +101,12 @@ inline int launch_rung(const Rung* rung, const Problem& p, cudaStream_t stream) 
   }
   const unsigned m_blocks = p.seqlen / rung->block_m, heads = p.batch * p.heads_q;
   const dim3 grid = rung->rows_first ? dim3(m_blocks, heads) : dim3(heads, m_blocks);
-  rung->kernel<<<grid, kThreads, 0, stream>>>(p);
+  if (const cudaError_t status = allow_unused_smem(*rung); status != cudaSuccess) return status;
+  rung->kernel<<<grid, kThreads, rung->unused_smem_bytes, stream>>>(p);
   return cudaGetLastError();
 }
 
-// Mirrored in benchmarks/ladder_build.py.
+// Mirrored in benchmarks/ladder_kernels.py.
 struct Facts {
   int registers;    // of a thread
   int smem_bytes;   // of a CTA
@@ -105,11 +121,12 @@ inline int describe_rung(const Rung* rung, Facts* facts) {
       status != cudaSuccess) {
     return status;
   }
+  if (const cudaError_t status = allow_unused_smem(*rung); status != cudaSuccess) return status;
   facts->registers = found.numRegs;
-  facts->smem_bytes = static_cast<int>(found.sharedSizeBytes);
+  facts->smem_bytes = static_cast<int>(found.sharedSizeBytes) + rung->unused_smem_bytes;
   facts->local_bytes = static_cast<int>(found.localSizeBytes);
   return cudaOccupancyMaxActiveBlocksPerMultiprocessor(&facts->ctas_per_sm, rung->kernel, kThreads,
-                                                       0);
+                                                       rung->unused_smem_bytes);
 }
 
 }  // namespace fa::ladder
