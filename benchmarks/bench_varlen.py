@@ -36,7 +36,7 @@ MIXED = (
     *(869, 1131, 460, 3336, 3455, 3017, 2955, 69),
     *(1359, 2944, 3792, 3073, 524, 1287, 941, 3772),
 )
-LABELS = {"ours": "ours", "dense": "ours, one length", "varlen_attn": "varlen_attn"}
+LABELS = {"ours": "ours", "dense": "ours, one length", "fa2": "FA2 (varlen_attn)"}
 BACKWARD = "backward"
 
 
@@ -183,8 +183,8 @@ def prepare_varlen_attn(p: PackedProblem, x: PackedInputs) -> Step:
 
 
 METHODS = {
-    "mixed": {"ours": prepare_ours, "varlen_attn": prepare_varlen_attn},
-    "equal": {"ours": prepare_ours, "dense": prepare_dense, "varlen_attn": prepare_varlen_attn},
+    "mixed": {"ours": prepare_ours, "fa2": prepare_varlen_attn},
+    "equal": {"ours": prepare_ours, "dense": prepare_dense, "fa2": prepare_varlen_attn},
 }
 
 
@@ -247,7 +247,7 @@ def bars(result: dict) -> list[Bar]:
             and all("median_us" in row["results"][method] for method in ("ours", other))
         }
 
-    mixed = ratios("mixed", "forward", "varlen_attn")
+    mixed = ratios("mixed", "forward", "fa2")
     anchor = {label: ratio for label, ratio in mixed.items() if label.endswith("D128 causal bf16")}
     return [
         lowest("mixed lengths, D128 causal: ours/varlen_attn", anchor, 1, 1.8),

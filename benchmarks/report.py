@@ -12,7 +12,8 @@ Markdown files, by default README.md and benchmarks/results/README.md. A block s
     <!-- end benchmark -->
 
 where the third word is `summary` or `full`, for a result of bench_prefill.py or bench_backward.py,
-or `redo`, for one of bench_redo.py, and the fourth a file in benchmarks/results.
+`full` for one of bench_varlen.py, or `redo` for one of bench_redo.py, and the fourth a file in
+benchmarks/results.
 
 `bars` prints one line per requirement on the speed on an H200, with the value measured; exit code 1
 if any is missed (bars.py).
@@ -361,6 +362,7 @@ BLOCKS = {
     "prefill": {"summary": summary_block, "full": full_block},
     "backward": {"summary": backward_summary, "full": backward_full},
     "redo": {"redo": redo_block},
+    "varlen": {"full": full_block},
 }
 
 

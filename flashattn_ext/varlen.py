@@ -77,6 +77,13 @@ def _backward_varlen_fake(
 def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, seqused_k, need_lse):
     """(out, lse or None) from torch's own attention, one sequence after the other. Reads the
     lengths, for which the host waits."""
+    fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2]
+    if not fits or k.size(2) != q.size(2) or (q.size(1) % k.size(1) if k.size(1) else q.size(1)):
+        raise RuntimeError(
+            "q, k, v: must be (total_q, heads_q, head_dim) and twice (total_k, heads_k, head_dim) "
+            f"with heads_k dividing heads_q; got {tuple(q.shape)}, {tuple(k.shape)} and "
+            f"{tuple(v.shape)}"
+        )
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     used = None if seqused_k is None else seqused_k.tolist()
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -84,6 +91,9 @@ def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, s
     outs = [q.new_zeros((starts_q[0], *q.shape[1:]))]
     for b, (begin, end) in enumerate(itertools.pairwise(starts_q)):
         keys = slice(starts_k[b], starts_k[b + 1] if used is None else starts_k[b] + used[b])
+        if begin == end or keys.start == keys.stop:
+            outs.append(q.new_zeros((end - begin, *q.shape[1:])))
+            continue
         query, key, value = (
             x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k[keys], v[keys])
         )

@@ -11,6 +11,8 @@ from reference import (
     gradients_ref,
 )
 
+import flashattn_ext  # noqa: F401  registers the operators
+
 forward_varlen = torch.ops.fa.forward_varlen.default
 backward_varlen = torch.ops.fa.backward_varlen.default
 
@@ -116,16 +118,19 @@ class Packed:
         assert out.shape == self.query.shape and out.dtype == self.query.dtype
         assert out.stride() == torch.empty_like(self.query).stride()
         assert lse.shape == (self.query.shape[1], self.query.shape[0]) and lse.is_contiguous()
+        # On the CPU: on a GPU, every comparison of every sequence would be waited for.
+        query, key, value, host_out, host_lse = (x.cpu() for x in (*self.tensors, out, lse))
         for b, seqlens in enumerate(zip(self.seqlens_q, self.used, strict=True)):
-            tensors = self.queries(self.query, b), self.keys(self.key, b), self.keys(self.value, b)
+            tensors = self.queries(query, b), self.keys(key, b), self.keys(value, b)
             begin, end = self.starts_q[b : b + 2]
-            ours = self.queries(out, b), lse[:, begin:end].unsqueeze(0)
+            ours = self.queries(host_out, b), host_lse[:, begin:end].unsqueeze(0)
             reference = attention_ref(*tensors, bottom_right=True, **options)
             low = attention_low(*tensors, bottom_right=True, **options)
             case = f"{case_id} {options} sequence {b} of {seqlens}"
             assert_close_to_reference(*ours, reference, low, case)
         for padding in (slice(0, self.starts_q[0]), slice(self.starts_q[-1], None)):
-            assert (out[padding] == 0).all() and (lse[:, padding] == -torch.inf).all(), case_id
+            assert (host_out[padding] == 0).all(), case_id
+            assert (host_lse[:, padding] == -torch.inf).all(), case_id
         return out, lse
 
     def check_gradients(self, out, lse, case_id="", *, deterministic=False, **options):
@@ -133,23 +138,24 @@ class Packed:
         for tensor, gradient in zip(self.tensors, gradients, strict=True):
             assert gradient.shape == tensor.shape and gradient.dtype == tensor.dtype
             assert gradient.stride() == torch.empty_like(tensor).stride()
+        query, key, value, grad_out = (x.cpu() for x in (*self.tensors, self.grad_out))
+        host = [x.cpu() for x in gradients]
         for b, seqlens in enumerate(zip(self.seqlens_q, self.used, strict=True)):
-            tensors = self.queries(self.query, b), self.keys(self.key, b), self.keys(self.value, b)
-            grad_out = self.queries(self.grad_out, b)
-            ours = [
-                self.queries(gradients[0], b),
-                self.keys(gradients[1], b),
-                self.keys(gradients[2], b),
-            ]
-            reference = gradients_ref(grad_out, *tensors, bottom_right=True, **options)
-            low = gradients_low(grad_out, *tensors, bottom_right=True, **options)
+            arguments = (
+                self.queries(grad_out, b),
+                self.queries(query, b),
+                self.keys(key, b),
+                self.keys(value, b),
+            )
+            ours = self.queries(host[0], b), self.keys(host[1], b), self.keys(host[2], b)
+            reference = gradients_ref(*arguments, bottom_right=True, **options)
+            low = gradients_low(*arguments, bottom_right=True, **options)
             case = f"{case_id} {options} sequence {b} of {seqlens}"
             assert_gradients_close(ours, reference, low, case)
-        for gradient, begins in zip(
-            gradients, (self.starts_q, self.starts_k, self.starts_k), strict=True
-        ):
-            assert (gradient[: begins[0]] == 0).all() and (gradient[begins[-1] :] == 0).all()
-        for gradient in gradients[1:]:
+        for gradient, begins in zip(host, (self.starts_q, *[self.starts_k] * 2), strict=True):
+            assert (gradient[: begins[0]] == 0).all(), case_id
+            assert (gradient[begins[-1] :] == 0).all(), case_id
+        for gradient in host[1:]:
             for begin, used_k, end in self.key_places():
                 assert (gradient[begin + used_k : end] == 0).all(), case_id
         return gradients

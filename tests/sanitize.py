@@ -22,6 +22,7 @@ from pathlib import Path
 
 import torch
 from cases import Case, to_device
+from packed import Packed
 from reference import (
     assert_close_to_reference,
     assert_gradients_close,
@@ -119,8 +120,11 @@ def run_cases():
         assert_gradients_close([x.cpu() for x in gradients], reference, low, case.id)
     for case in DECODING:
         decode(*case)
-    for i, case in enumerate(PACKED):
-        packed(*case, deterministic=i % 2 == 0)
+    # Sequences that end inside of tiles, empty ones, keys that do not take part, and padding.
+    lengths, used = [(70, 65), (0, 5), (130, 129), (1, 131)], [65, 5, 100, 131]
+    for i, (dtype, heads, head_dim) in enumerate(PACKED):
+        sequences = Packed("cuda", lengths, heads, head_dim, dtype, used=used, padding=(3, 6))
+        sequences.check(is_causal=True, deterministic=i % 2 == 0)
     print(f"ran {COUNT} cases")
 
 
@@ -140,26 +144,6 @@ def decode(dtype, heads, head_dim, seqlen_q, page_size):
     results = torch.ops.fa.forward_kvcache(*arguments, *(x.cuda() for x in new))
     for ours, cpu in zip(results, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), cpu, rtol=2e-2, atol=2e-2)
-
-
-def packed(dtype, heads, head_dim, deterministic):
-    """Sequences that end inside of tiles, an empty one, keys that do not take part, and padding."""
-    lengths = [[3, 73, 73, 203, 204], [0, 65, 70, 199, 330]]
-    used = torch.tensor([65, 5, 100, 131], dtype=torch.int32)
-    shapes = [(210, heads[0]), (335, heads[1]), (335, heads[1]), (210, heads[0])]
-    tensors = [torch.randn(*shape, head_dim).to(dtype) for shape in shapes]
-    results = []
-    for device in ("cpu", "cuda"):
-        *arguments, grad_out = (x.to(device) for x in tensors)
-        starts = [torch.tensor(x, dtype=torch.int32, device=device) for x in lengths]
-        options = {"is_causal": True, "seqused_k": used.to(device)}
-        forward = torch.ops.fa.forward_varlen(*arguments, *starts, **options)
-        gradients = torch.ops.fa.backward_varlen(
-            grad_out, *arguments, *forward, *starts, **options, deterministic=deterministic
-        )
-        results.append([x.cpu() for x in (*forward, *gradients)])
-    for cpu, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, cpu, rtol=2e-2, atol=2e-2)
 
 
 def find_sanitizer():

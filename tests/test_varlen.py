@@ -1,6 +1,5 @@
 """fa::forward_varlen and fa::backward_varlen, sequence by sequence against the reference."""
 
-import itertools
 import random
 
 import pytest
@@ -21,6 +20,13 @@ LENGTHS = [
 HEAD_DIMS = [60, 64, 128, 127, 256, 250]
 
 
+@pytest.fixture(params=HEAD_DIMS)
+def head_dim(request, device):
+    if device == "cpu" and request.param not in (64, 127):
+        pytest.skip("the CPU has one kernel for all")
+    return request.param
+
+
 def mixed_lengths():
     """In a new order each time: every length meets other neighbours."""
     return random.sample(LENGTHS, len(LENGTHS))
@@ -30,14 +36,13 @@ def dtypes_of(device):
     return HALF if device == "cuda" else (torch.bfloat16, torch.float32)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (7, 1)], ids=str)
 def test_lengths(device, heads, head_dim):
     random.seed(torch.initial_seed())
-    for dtype, is_causal in itertools.product(dtypes_of(device), (False, True)):
+    for dtype, is_causal in zip(dtypes_of(device), random.choice([(0, 1), (1, 0)]), strict=True):
         lengths = mixed_lengths()
         packed = Packed(device, lengths, heads, head_dim, dtype, padding=(0, 45))
-        packed.check(f"{dtype} {lengths}", is_causal=is_causal)
+        packed.check(f"{dtype} {lengths}", is_causal=bool(is_causal))
 
 
 @pytest.mark.parametrize("head_dim", [1, 7, 31, 64, 80, 96, 128, 160, 200, 256])
@@ -51,25 +56,31 @@ def test_head_dims(device, head_dim):
             packed.check(f"{dtype}", is_causal=is_causal, deterministic=is_causal)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
-    "window", [(0, 0), (40, 0), (40, 3), (5, -1), (-1, 2), (1000, 1000)], ids=str
+    ("window", "is_causal"),
+    [
+        ((0, 0), False),
+        ((40, 0), False),
+        ((40, 3), True),
+        ((5, -1), True),
+        ((-1, 2), False),
+        ((1000, 1000), False),
+    ],
+    ids=str,
 )
-def test_windows(device, window, head_dim):
+def test_windows(device, window, is_causal, head_dim):
     random.seed(torch.initial_seed())
     lengths = [*mixed_lengths()[:7], (250, 400), (400, 250)]
     packed = Packed(device, lengths, (4, 2), head_dim)
-    for is_causal in (False, True):
-        packed.check(
-            f"{lengths}",
-            is_causal=is_causal,
-            window_left=window[0],
-            window_right=window[1],
-            deterministic=is_causal,
-        )
+    packed.check(
+        f"{lengths}",
+        is_causal=is_causal,
+        window_left=window[0],
+        window_right=window[1],
+        deterministic=is_causal,
+    )
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_seqused_k(device, head_dim):
     """Keys that do not take part are NaN, move the diagonal, and get gradient 0."""
     lengths = [(70, 200), (65, 65), (1, 129), (0, 5), (128, 128), (30, 300)]
@@ -141,7 +152,6 @@ def test_many_short_sequences(device, count):
                 close(rows(ours, begins, length), dense, out.dtype)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("seqlen", [1, 64, 200, 513])
 def test_equal_lengths(device, seqlen, head_dim):
     """A batch, packed."""
@@ -154,7 +164,7 @@ def test_equal_lengths(device, seqlen, head_dim):
         expected, expected_lse = torch.ops.fa.forward(*batch[:3], None, is_causal)
         close(out, expected.transpose(1, 2).flatten(0, 1), out.dtype)
         torch.testing.assert_close(
-            lse, expected_lse.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-4
+            lse, expected_lse.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-3
         )
         gradients = backward_varlen(
             grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, is_causal
@@ -169,7 +179,6 @@ def test_equal_lengths(device, seqlen, head_dim):
 # --- Neighbours -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf], ids=str)
 def test_poisoned_neighbours(device, poison, head_dim):
     """NaN and infinity in every other sequence: the bits of the others do not change."""
@@ -180,14 +189,18 @@ def test_poisoned_neighbours(device, poison, head_dim):
             for is_causal in (False, True):
                 options = {"is_causal": is_causal}
                 kept = [x.clone() for x in (*packed.tensors, packed.grad_out)]
-                expected = packed.check(f"{dtype}", deterministic=True, **options)
+                expected = packed.forward(**options)
+                expected += packed.backward(*expected, deterministic=True, **options)
                 for b in range(parity, len(lengths), 2):
                     for tensor in (packed.query, packed.grad_out):
                         packed.queries(tensor, b).fill_(poison)
                     for tensor in (packed.key, packed.value):
                         packed.keys(tensor, b).fill_(poison)
-                out, lse = packed.forward(**options)
-                gradients = packed.backward(out, lse, deterministic=True, **options)
+                results = packed.forward(**options)
+                results += packed.backward(*results, deterministic=True, **options)
+                (out, lse, *gradients), expected = (
+                    [x.cpu() for x in r] for r in (results, expected)
+                )
                 for b in range(1 - parity, len(lengths), 2):
                     begin, end = packed.starts_q[b : b + 2]
                     assert torch.equal(lse[:, begin:end], expected[1][:, begin:end])
@@ -289,7 +302,6 @@ def test_wrong_lengths_on_the_cpu():
             forward_varlen(query, key, key, right, right, seqused_k=int32(used, "cpu"))
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_wrong_lengths_on_cuda(cuda, head_dim):
     """Those that lead out of the tensors are clamped; whatever they are, nothing outside of the
     results is written, and no call hangs."""
@@ -324,7 +336,6 @@ def test_wrong_lengths_on_cuda(cuda, head_dim):
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_graph_with_new_lengths(cuda, head_dim):
     """Captured once, replayed with other lengths, numbers and padding."""
     random.seed(torch.initial_seed())
@@ -379,7 +390,6 @@ def test_no_host_synchronisation(cuda):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_deterministic(device, head_dim, is_causal):
     """Thirty runs, bit by bit."""

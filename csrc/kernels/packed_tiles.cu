@@ -95,23 +95,23 @@ __global__ void __launch_bounds__(kThreads)
   sCount[2 * thread] = sCount[2 * thread + 1] = 0;
   let_kernel_after_start();
   wait_for_kernels_before();
-  // Sequences that overlap are more than there is room for, and would wait for each other's turns
-  // for ever: no tiles, and results are whatever memory holds.
+  __syncthreads();  // counts are 0
+
   bool ordered = true;
 #pragma unroll 1
   for (int i = thread; i < p.batch; i += kThreads)
     ordered = ordered && p.packed.cu_seqlens_q[i] <= p.packed.cu_seqlens_q[i + 1] &&
               p.packed.cu_seqlens_k[i] <= p.packed.cu_seqlens_k[i + 1];
-  if (!__syncthreads_and(ordered)) {  // and counts are 0
-    if (thread == 0) *gNumTiles = 0;
-    return;
-  }
-
   for_each_tile(p, unit, block, by, [&](PackedTile, int bucket, bool valid) {
     const Peers peers = peers_of(bucket, valid);
     if (valid && peers.lead()) atomicAdd(&sCount[bucket], __popc(peers.lanes));
   });
-  __syncthreads();  // all are counted
+  // Sequences that overlap are more than there is room for, and would wait for each other's turns
+  // for ever: no tiles, and results are whatever memory holds.
+  if (!__syncthreads_and(ordered)) {  // and all are counted
+    if (thread == 0) *gNumTiles = 0;
+    return;
+  }
 
   const int first = sCount[2 * thread], second = sCount[2 * thread + 1];
   int end = first + second;
@@ -122,10 +122,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   if (lane == 31) sSums[warp] = end;
   __syncthreads();  // sums of all warps are there
-  int before = 0;
-#pragma unroll 1
-  for (int w = 0; w < warp; ++w) before += sSums[w];
-  end += before;
+  static_assert(kWarps == 32, "a lane for each");
+  end += __reduce_add_sync(0xffffffff, lane < warp ? sSums[lane] : 0);
   sCount[2 * thread] = end - first - second;
   sCount[2 * thread + 1] = end - second;
   if (thread == kThreads - 1) *gNumTiles = end;
