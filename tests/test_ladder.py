@@ -112,14 +112,14 @@ def fake_rungs(monkeypatch):
     def bind(library, log, rung, x):
         if rung == HOPPER:
             raise RuntimeError("our Hopper: the call would take cpu")
-        causal, factor = log.problem.mask == "causal", 1.5 if rung == "whole rows" else 1.0
-
-        def call():
-            return factor * F.scaled_dot_product_attention(
-                x.query, x.key, x.value, is_causal=causal, enable_gqa=True
-            )
-
-        return call
+        gqa = log.problem.heads_q != log.problem.heads_k
+        causal = log.problem.mask == "causal"
+        out = F.scaled_dot_product_attention(
+            x.query, x.key, x.value, is_causal=causal, enable_gqa=gqa
+        )
+        if rung == "whole rows":
+            out = 1.5 * out
+        return lambda: out  # timed a thousand times
 
     facts = {"registers": 96, "smem_bytes": 1024, "local_bytes": 0, "ctas_per_sm": 5}
     monkeypatch.setattr(ladder_kernels, "bind", bind)
