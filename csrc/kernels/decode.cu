@@ -54,6 +54,9 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   const int warp = ptx::warp_id(), lane = ptx::lane_id();
   const int row_warp = warp / Config::kKeyWarps, key_warp = warp % Config::kKeyWarps;
 
+  // First: where there are dependent launches, an SM has room for one CTA, so that those of the next
+  // kernel take nothing from these. They get ready on the SMs that have none, or no more.
+  let_kernel_after_start();
   const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
   if (in_cluster) cluster_arrive();  // waited for by store_in_cluster
   const bool asks_memory =           // which keys there are
@@ -141,10 +144,6 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
       tile::gemm_pv<kDtype>(rO, rS, sV_lane + piece_offset, nothing);
     }
   }
-
-  // Not earlier: CTAs of the next kernel would go to the SMs that have none of this one, two by
-  // two.
-  let_kernel_after_start();
 
   // ---- O and LSE of every warp, through the ring.
   float lse[2 * kRowTiles];  // of the warp's keys alone: not used

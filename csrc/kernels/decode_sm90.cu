@@ -225,9 +225,6 @@ FA_DEVICE void compute(const DecodeParams& p, const Prepared& prepared, const Ro
     tile::pin(rO);
   }
 
-  // Not earlier: as in decode.cu.
-  let_kernel_after_start();
-
   // ---- O and LSE of every warp, through the ring.
   float lse[2];  // of the warp's keys alone: not used
   softmax.finalize(rO, p.scale, lse);
@@ -252,6 +249,7 @@ __global__ void __launch_bounds__(Config::kThreads + Config::kCopyThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
+  let_kernel_after_start();  // first, as in decode.cu
   init_barriers<Config>(smem);
   wait_for_kernels_before();
   const int* table = ask_for_table<Config>(p, smem);
