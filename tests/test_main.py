@@ -47,9 +47,10 @@ def test_report(device, tmp_path):
     if device == "cuda":
         assert torch.cuda.get_device_name() in head
     assert list(calls) == NAMES
-    kernels = ("fwd_", "bwd_") if device == "cuda" else ("cpu: query is", "cpu: query is")
-    for text in calls.values():
+    for name, text in calls.items():
         assert "error" not in text
+        forward = "decode" if name == "decode" else "fwd_"
+        kernels = (forward, "bwd_") if device == "cuda" else ("cpu: query is", "cpu: query is")
         for line, kernel in zip(("forward", "backward"), kernels, strict=True):
             assert re.search(rf"^    {line} +{kernel}", text, re.MULTILINE), text
         numbers = re.search(
