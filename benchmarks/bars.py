@@ -89,10 +89,6 @@ def mean(
     return Bar(name, value, limit, aim)
 
 
-def bars(result: dict) -> list[Bar]:
-    return backward_bars(result) if result["benchmark"] == "backward" else forward_bars(result)
-
-
 def backward_bars(result: dict) -> list[Bar]:
     def suite(name: str, *others: str) -> dict[str, float]:
         return ratios(result, lambda row: row["suite"] == name, others)

@@ -12,11 +12,11 @@ Markdown files, by default README.md and benchmarks/results/README.md. A block s
     <!-- end benchmark -->
 
 where the third word is `summary` or `full`, for a result of bench_prefill.py, bench_backward.py or
-bench_decode.py, `full` for one of bench_varlen.py, or `redo` for one of bench_redo.py, and the
-fourth a file in benchmarks/results.
+bench_decode.py, `full` for one of bench_varlen.py, bench_override.py or bench_static_cache.py, or
+`redo` for one of bench_redo.py, and the fourth a file in benchmarks/results.
 
 `bars` prints one line per requirement on the speed on an H200, with the value measured; exit code 1
-if any is missed (bars.py).
+if any is missed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import bars
+import bench_override
+import bench_static_cache
+import bench_varlen
 import decode_rates
 import dtype_speed
 import harness
@@ -393,6 +396,18 @@ def decode_full(result: dict) -> str:
     return "\n\n".join([*heading(result), decode_table(result), decode_times(result)])
 
 
+def times_block(result: dict) -> str:
+    """Microseconds of two candidates, ours first, and the share of the second."""
+    names = result["labels"]
+    lines = []
+    for row in result["rows"]:
+        times = [row["results"][name].get("median_us") for name in names]
+        share = None if None in times else times[0] / times[1]
+        lines.append([row["label"], *(number(us, 1) for us in times), number(share, 3)])
+    ours, other = names.values()
+    return f"{stamp(result)}.\n\n{table(['us', ours, other, f'{ours}/{other}'], lines)}"
+
+
 def redo_block(result: dict) -> str:
     """How often the dropped row maximum is made up for, and what that costs."""
     parts = [f"{stamp(result)}."]
@@ -410,6 +425,16 @@ BLOCKS = {
     "decode": {"summary": decode_summary, "full": decode_full},
     "redo": {"redo": redo_block},
     "varlen": {"full": full_block},
+    "override": {"full": times_block},
+    "static_cache": {"full": times_block},
+}
+BARS = {
+    "prefill": bars.forward_bars,
+    "backward": bars.backward_bars,
+    "decode": decode_rates.bars,
+    "varlen": bench_varlen.bars,
+    "override": bench_override.bars,
+    "static_cache": bench_static_cache.bars,
 }
 
 
@@ -534,8 +559,9 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if options.command == "bars":
         result = harness.read_result(options.result)
-        decoding = result["benchmark"] == "decode"
-        required = decode_rates.bars(result) if decoding else bars.bars(result)
+        if result["benchmark"] not in BARS:
+            raise SystemExit(f"result: nothing is required of one of {result['benchmark']}")
+        required = BARS[result["benchmark"]](result)
         print(*(bar.text() for bar in required), sep="\n")
         return 0 if all(bar.passed for bar in required) else 1
     stale = stale_files(options.files)

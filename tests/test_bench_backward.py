@@ -445,7 +445,7 @@ BARS = {  # name: (value in sufficient(), value to fail with, rows to slow down)
 
 
 def bar_of(result, name):
-    (bar,) = [bar for bar in bars.bars(result) if bar.name == name]
+    (bar,) = [bar for bar in bars.backward_bars(result) if bar.name == name]
     return bar
 
 

@@ -302,7 +302,7 @@ def slow_down(result, factor, keep):
 
 
 def bar_of(result, name):
-    (bar,) = [bar for bar in bars.bars(result) if bar.name == name]
+    (bar,) = [bar for bar in bars.forward_bars(result) if bar.name == name]
     return bar
 
 
