@@ -201,7 +201,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.manual_seed(0)
     environment = harness.environment(options.device)
     if options.commit:
-        environment["commit"] = options.commit
+        environment |= {"commit": options.commit, "dirty": None}
     if "time" in options.parts:
         import flashattn_ext
 

@@ -78,7 +78,7 @@ def measure(
     torch.manual_seed(0)
     environment = harness.environment(device)
     if options.commit:
-        environment["commit"] = options.commit
+        environment |= {"commit": options.commit, "dirty": None}
     if with_package:
         import flashattn_ext
 

@@ -139,7 +139,7 @@ def measure(options: argparse.Namespace) -> dict:
     torch.manual_seed(0)
     environment = harness.environment(device)
     if options.commit:
-        environment["commit"] = options.commit
+        environment |= {"commit": options.commit, "dirty": None}
     if any({PORTABLE, HOPPER} & set(rungs) for rungs in options.rungs.values()):
         try:
             import flashattn_ext

@@ -91,7 +91,7 @@ def main():
     device = torch.device("cuda", torch.cuda.current_device())
     stamp = environment(device) | gpu_state(device) | {"gpus": torch.cuda.device_count()}
     if arguments.commit is not None:
-        stamp["commit"] = arguments.commit
+        stamp |= {"commit": arguments.commit, "dirty": None}
     result = {
         "kind": "tests",
         "environment": stamp,
