@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "cuda_common.h"
 
@@ -80,7 +81,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
   if (plan.empty) {
     plan.out.zero_();
     plan.lse.fill_(-std::numeric_limits<float>::infinity());
-    return {plan.out, plan.lse};
+    return {std::move(plan.out), std::move(plan.lse)};
   }
 
   FwdParams& params = plan.params;
@@ -90,7 +91,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
     const at::Tensor parts = allocate_parts(plan.decode, plan.decode_choice, query.device());
     check(launch_chosen(plan.decode, plan.decode_choice, describe(device), stream));
     if (!plan.out_rows.is_same(plan.out)) plan.out.copy_(plan.out_rows);
-    return {plan.out, plan.lse};
+    return {std::move(plan.out), std::move(plan.lse)};
   }
   at::Tensor mask_summary;
   if (params.mask_mode == MaskMode::kTensor) {
@@ -107,7 +108,7 @@ std::tuple<at::Tensor, at::Tensor> forward_cuda(const at::Tensor& query, const a
     check(launch_fwd_sm80(params, static_cast<int>(device.sharedMemPerBlockOptin), stream));
   }
   if (!plan.out_rows.is_same(plan.out)) plan.out.copy_(plan.out_rows);
-  return {plan.out, plan.lse};
+  return {std::move(plan.out), std::move(plan.lse)};
 }
 
 std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
