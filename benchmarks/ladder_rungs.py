@@ -87,8 +87,9 @@ LOG_002 = Log(
         Rung("skip", "no blocks above the diagonal", 818.0, "rows first"),
         Rung("two loops", "only the last block is masked", 780.0, "skip"),
         Rung("fp32 state", "maximum, sum and O stay in fp32", 792.0, "two loops"),
-        Rung("fp32 state at 2 CTAs", "as many as there; not in the log", None, "fp32 state"),
-        Rung("loads apart", "one stage of K and V, Q in registers", 668.0, "fp32 state"),
+        # What the log has when its next step starts.
+        Rung("fp32 state at 2 CTAs", "as many CTAs as in the log", 792.0),
+        Rung("loads apart", "K and V through one buffer", 668.0, "fp32 state at 2 CTAs"),
         Rung("exp2", "log2 e in the scale", 654.0, "loads apart"),
         Rung("fixed strides", "rows of constant length", 652.0, "exp2"),
         Rung("64-wide", "64 x 64 tiles", 700.0, "fixed strides"),

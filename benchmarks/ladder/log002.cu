@@ -10,15 +10,17 @@
 //
 //   kApart false: two stages of K and V, the next block on its way while one is computed
 //     shared   sQ [32][128]   sKV [2][2][32][128]   sP [32][32 + 8]      44 KiB
-//   kApart true: K and V through one buffer, each copied while other work runs
+//   kApart true: K and V through one buffer, V copied beside the softmax, K beside nothing
 //     shared   sQ [32][128]   sKV [32][128]         sP [32][32 + 8]      20 KiB
 //
 // The log names 43.26 KB of shared memory before its step to warp specialisation and 18.43 KB after
 // it, with 127 registers and four CTAs an SM. Triton 3.6, given such a kernel for sm_89, makes
 // 43008 and 18432 bytes of it, the latter with 128 registers: five tiles of 8 KiB and 2 KiB of P,
-// then two tiles and P, and four column warps for blocks of 32 and of 64. So on the log's GPU that
-// step specialised no warps: it took the pipeline away, and twice as many CTAs fitted. That is
-// kApart. (P has padded rows here, and the exchange places of its own.)
+// then two tiles and P, and four column warps for blocks of 32 and of 64. Its loop then says
+// num_stages = 0, and Q stays in shared memory. So on the log's GPU that step specialised no warps:
+// it took the pipeline away, and twice as many CTAs fitted. That is kApart. Of blocks of 64 it
+// makes 40960 bytes, 232 registers and no spills: two CTAs, as here. (There a copy without a
+// pipeline goes through registers; here P has padded rows, and the exchange places of its own.)
 #include "whole_rows.cuh"
 
 namespace fa::ladder {
