@@ -206,6 +206,19 @@ struct DecodeParams {
   Dtype dtype;
 };
 
+// Whether rows of 16-bit elements start on 16-byte boundaries.
+inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
+         stride[1] % 8 == 0 && stride[2] % 8 == 0;
+}
+
+// Whether those of query, key and value do and consist of whole pieces of 16 bytes.
+inline bool inputs_in_pieces(const DecodeParams& p) {
+  return (p.head_dim % 8 == 0 || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
+         in_pieces(p.cache.key, p.cache.key_stride) &&
+         in_pieces(p.cache.value, p.cache.value_stride);
+}
+
 // New keys and values, written behind those that are there.
 struct AppendParams {
   KvCache cache;

@@ -51,6 +51,7 @@ class _Active:
         _active = None
         for override in self._overrides:
             override.remove()
+        _register(_BUILT[:1])
 
 
 _active = None
@@ -60,6 +61,11 @@ def _activate(device_types):
     global _active
     _active = _Active(device_types)
     return _active
+
+
+def _register(device_types):
+    """What activating ours overrides, by torch's functions too."""
+    register_flash_attention_impl(NAME, register_fn=functools.partial(_activate, device_types))
 
 
 class _Restore:
@@ -82,9 +88,17 @@ class _Restore:
 
 
 def _enable(device_types):
-    if not is_enabled() or _active.device_types != device_types:
-        register_flash_attention_impl(NAME, register_fn=functools.partial(_activate, device_types))
+    if is_enabled() and _active.device_types == device_types:
+        return
+    before = current_flash_attention_impl()
+    restore_flash_attention_impl(_raise_warn=False)
+    _register(device_types)
+    try:
         activate_flash_attention_impl(NAME)
+    except BaseException:
+        if before not in (None, NAME):
+            activate_flash_attention_impl(before)
+        raise
 
 
 def _checked(device_types):
@@ -92,6 +106,8 @@ def _checked(device_types):
         return _BUILT[:1]
     if isinstance(device_types, str):
         device_types = (device_types,)
+    if not device_types:
+        raise RuntimeError('device_types: must name "cuda" or "cpu", got none')
     for device_type in device_types:
         if device_type not in _OPERATORS:
             raise RuntimeError(f'device_types: must be of "cuda" and "cpu", got {device_type!r}')
@@ -142,8 +158,9 @@ def enable(device_types=None):
         A context manager that restores what was active before. Enabling again changes nothing, so
         that blocks may be nested.
 
-    Do not call it while other threads run attention. A forward and its backward may run on
-    different sides of it, but then a query that sees no key may get gradients of NaN.
+    What another library has put behind the same operators must stay there until disable(). Do not
+    call it while other threads run attention. A forward and its backward may run on different sides
+    of it, but then a query that sees no key may get gradients of NaN.
 
     Raises:
         RuntimeError: device_types has an unknown name, or one that the build has no kernels for.
@@ -176,4 +193,4 @@ def enable_as_environment_says():
         raise ImportError(f"{VARIABLE}={value}: {error}") from error
 
 
-register_flash_attention_impl(NAME, register_fn=functools.partial(_activate, _BUILT[:1]))
+_register(_BUILT[:1])

@@ -11,7 +11,7 @@ flash-attn loader.
 
 import torch
 
-from flashattn_ext.interface import scaled_dot_product_attention
+from flashattn_ext.interface import _unsupported_reason, scaled_dot_product_attention
 from flashattn_ext.varlen import flash_attn_varlen_func
 
 NAME = "fa_ext"
@@ -123,7 +123,7 @@ def attention_forward(
         and attention_mask is None
         and position_bias is None
         and not dropout
-        and _takes_packed(query)
+        and _takes_packed(query, key, value)
     ):
         return _packed_attention(
             query,
@@ -174,10 +174,10 @@ def attention_forward(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _takes_packed(query: torch.Tensor) -> bool:
-    """Whether the operator of packed sequences has this dtype; for others a mask is formed, and
+def _takes_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the operator of packed sequences takes the call; for others a mask is formed, and
     torch's own attention computes with it."""
-    return query.device.type == "cpu" or query.dtype in (torch.float16, torch.bfloat16)
+    return _unsupported_reason(query, key, value, None, 0.0, query.device.type) is None
 
 
 def _packed_attention(

@@ -74,6 +74,18 @@ def _backward_varlen_fake(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
+def _starts(name, cu_seqlens, tensor_name, rows):
+    """The starts of the sequences as numbers, checked as the operator does on the CPU."""
+    starts = cu_seqlens.tolist()
+    for i, (before, start) in enumerate(itertools.pairwise([0, *starts])):
+        if not before <= start <= rows:
+            raise RuntimeError(
+                f"{name}: must ascend from 0 to at most the {rows} rows of {tensor_name}, got "
+                f"{start} after {before} at {i}"
+            )
+    return starts
+
+
 def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, seqused_k, need_lse):
     """(out, lse or None) from torch's own attention, one sequence after the other. Reads the
     lengths, for which the host waits."""
@@ -84,8 +96,16 @@ def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, s
             f"with heads_k dividing heads_q; got {tuple(q.shape)}, {tuple(k.shape)} and "
             f"{tuple(v.shape)}"
         )
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    starts_q = _starts("cu_seqlens_q", cu_seqlens_q, "q", q.size(0))
+    starts_k = _starts("cu_seqlens_k", cu_seqlens_k, "k", k.size(0))
     used = None if seqused_k is None else seqused_k.tolist()
+    for b, keys in enumerate(used or ()):
+        rows = starts_k[b + 1] - starts_k[b]
+        if not 0 <= keys <= rows:
+            raise RuntimeError(
+                f"seqused_k: must be 0 to the keys of the sequence ({rows}), got {keys} for "
+                f"sequence {b}"
+            )
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full((q.size(1), q.size(0)), -torch.inf, dtype=lse_dtype) if need_lse else None
     outs = [q.new_zeros((starts_q[0], *q.shape[1:]))]

@@ -171,3 +171,33 @@ def test_splits_of_large_scores(device, size, seqlen_q):
             bshd = (x.transpose(1, 2) for x in (query, key[:, :, :keys], value[:, :, :keys]))
             out, _ = torch.ops.fa.forward_kvcache(*bshd, num_splits=num_splits)
             torch.testing.assert_close(out.transpose(1, 2).double(), mean, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 40])
+def test_empty_splits_beside_cold_scores(device, seqlen_q):
+    """A split without keys has no maximum, and none that others are measured by: with scores of
+    -128 that of 0 would leave nothing of them."""
+    query = torch.full((1, seqlen_q, 2, 64), 8.0, dtype=torch.half, device=device)
+    cache = torch.full((1, 4096, 2, 64), torch.nan, dtype=torch.half, device=device)
+    cache[:, :40] = -8.0
+    values = torch.full_like(cache, torch.nan)
+    values[:, :40] = randn(1, 40, 2, 64, device=device)
+    seqlens = torch.tensor([40], dtype=torch.int32, device=device)
+    mean = values[:, :40].double().mean(1, keepdim=True).expand(query.shape)
+    lse = torch.full((1, 2, seqlen_q), math.log(40) - 128.0, device=device)
+    for options in ({"num_splits": n} for n in (1, 2, 4, 16)):
+        out, out_lse = torch.ops.fa.forward_kvcache(
+            query, cache, values, seqlens, scale=1 / 32, **options
+        )
+        torch.testing.assert_close(out.double(), mean, rtol=1e-2, atol=2e-3)
+        torch.testing.assert_close(out_lse, lse, rtol=0, atol=1e-3)
+    mask = torch.zeros(1, 1, seqlen_q, 4096, dtype=torch.bool, device=device)
+    mask[..., :40] = True
+    out, _ = forward(
+        query.transpose(1, 2),
+        cache.nan_to_num().transpose(1, 2),
+        values.nan_to_num().transpose(1, 2),
+        mask,
+        scale=1 / 32,
+    )
+    torch.testing.assert_close(out.transpose(1, 2).double(), mean, rtol=1e-2, atol=2e-3)

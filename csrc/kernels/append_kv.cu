@@ -51,11 +51,6 @@ __global__ void __launch_bounds__(kThreads)
   copy(p.cache.value, p.cache.value_stride, p.new_value, p.new_value_stride);
 }
 
-bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
-         stride[1] % 8 == 0 && stride[2] % 8 == 0;
-}
-
 }  // namespace
 
 cudaError_t launch_append_kv(const AppendParams& p, LaunchFeatures features, cudaStream_t stream) {

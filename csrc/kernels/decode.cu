@@ -6,10 +6,10 @@
 // rows of one tile, so that one pass over the keys serves them all: row r is token r / group, head
 // r % group. The keys are split over the CTAs of a row of the grid:
 //
-//   split 0    | K V | K V | K V |            \
-//   split 1                | K V | K V | K V |  >  O and LSE of each, to combine.cu; or merged
-//   here, split 2                              ...  /   where the CTAs of the splits are a cluster
-//   (9.0)
+//   split 0    | K V | K V | K V |
+//   split 1                      | K V | K V | K V |
+//   split 2                                        | ...     O, maximum and sum of each go to
+//                        combine.cu, or are merged here if their CTAs are a cluster (9.0)
 //
 //   a CTA      shared   a ring of kStages tiles of keys and values, all but one of them in flight
 //                       (cp.async); Q starts in the last, O leaves through the first ones
@@ -54,8 +54,8 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   const int warp = ptx::warp_id(), lane = ptx::lane_id();
   const int row_warp = warp / Config::kKeyWarps, key_warp = warp % Config::kKeyWarps;
 
-  // First: where there are dependent launches, an SM has room for one CTA, so that those of the next
-  // kernel take nothing from these. They get ready on the SMs that have none, or no more.
+  // First: where there are dependent launches, an SM has room for one CTA, so that those of the
+  // next kernel take nothing from these. They get ready on the SMs that have none, or no more.
   let_kernel_after_start();
   const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
   if (in_cluster) cluster_arrive();  // waited for by store_in_cluster

@@ -7,26 +7,24 @@
 // 64 rows, and one that copies:
 //
 //   128 rows   warpgroup 0: rows 0 to 63, warpgroup 1: rows 64 to 127; both, all 128 keys of a tile
-//    64 rows   both have all rows, warpgroup g the keys 64 g to 64 g + 63 of a tile; their
-//    softmaxes
-//              and O are merged at the end
+//    64 rows   both have all rows, warpgroup g the keys 64 g to 64 g + 63 of a tile; what they
+//              have is merged at the end
 //
 //   time ──►
 //   warpgroup 2      cp.async   | K0 | V0 | K1 | V1 | K2 ...     waits empty, signals full
 //   warpgroup 0, 1   wgmma      QK0 |     | QK1 PV0  | QK2 PV1 ...
 //                    softmax        | of 0     | of 1     | of 2
 //
-//   shared      sQ [rows][head_dim], a ring of kStages tiles of keys and values, all in panels of
-//   64
-//               columns with 128-byte swizzle; O leaves through the ring
+//   shared      sQ [rows][head_dim] and a ring of kStages tiles of keys and values, in panels of
+//               64 columns with 128-byte swizzle; O leaves through the ring
 //
 // Copies are cp.async and not TMA, since rows past a length or in pages that are not ours must
 // arrive as zeros, whatever memory holds there. They have threads of their own because wgmma needs
 // a proxy fence behind them, and the fence of a thread waits for all its copies, those of later
 // tiles too.
 //
-// Needs    what DecodeParams says, head_dim up to 128, rows of query, key and value in 16-byte
-// pieces.
+// Needs    what DecodeParams says, scale > 0, head_dim up to 128, rows of query, key and value in
+//          16-byte pieces.
 #include <cuda_runtime.h>
 
 #include "../ptx/sm90.cuh"
@@ -111,6 +109,7 @@ FA_DEVICE void copy_tiles(const DecodeParams& p, const Prepared& prepared, const
   const auto signal = [](uint64_t& barrier) {
     ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_addr(&barrier));
   };
+  if (tiles.begin >= tiles.end) return;  // nobody waits for Q
   load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.sQ));
   signal(smem.full_q);
   const KvLoader<Config> loader(p, t, /*rows_aligned=*/true, table);

@@ -49,7 +49,7 @@ FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int 
   const float inverse = attn::merge_inverse(sum);
 #pragma unroll
   for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
-  merged.part = {reference, sum};
+  merged.part = {max, sum};
   return merged;
 }
 
@@ -142,7 +142,7 @@ FA_DEVICE void store_in_cluster(const DecodeParams& p, const Prepared& prepared,
     const float inverse = attn::merge_inverse(sum);
 #pragma unroll
     for (int e = 0; e < 8; ++e) merged.x[e] *= inverse;
-    merged.part = {reference, sum};
+    merged.part = {max, sum};
     store_columns<Config>(p, prepared, t, i / kPieces, i % kPieces * 8, merged, Target::kOut);
   }
 }

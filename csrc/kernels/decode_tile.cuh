@@ -47,19 +47,12 @@ struct Prepared {
   bool prefetch;            // the kernel before leaves room for this one to start beside it
 };
 
-inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
-         stride[1] % 8 == 0 && stride[2] % 8 == 0;
-}
-
 inline Prepared prepare(const DecodeParams& p, bool prefetch = false) {
   const bool whole = p.head_dim % 8 == 0;
   return {attn::FastDivide(p.heads_k),
           attn::FastDivide(p.heads_q / p.heads_k),
           attn::FastDivide(p.num_splits),
-          (whole || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
-              in_pieces(p.cache.key, p.cache.key_stride) &&
-              in_pieces(p.cache.value, p.cache.value_stride),
+          inputs_in_pieces(p),
           whole && in_pieces(p.out, p.out_stride),
           prefetch};
 }

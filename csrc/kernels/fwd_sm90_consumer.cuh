@@ -449,7 +449,8 @@ class Consumer {
   FA_DEVICE void store_output(int q_state) {
     const auto& info = smem_.tile[q_state % 2];
     const int row = info.row + 64 * consumer_, head_idx = info.head_idx, batch_idx = info.batch_idx;
-    const auto& limits = band(info);
+    // Read before the barriers below: behind the last one the producer may write the next tile.
+    const int first_row = q_begin(info), seqlen_q = band(info).seqlen_q;
     float lse[2];
     softmax_.finalize(rO_, order_.scale, lse);
     uint32_t sO;
@@ -470,22 +471,21 @@ class Consumer {
       }
       ptx::fence_proxy_async();
       ptx::bar_sync(1 + consumer_, 128);
-      if (kPacked && limits.seqlen_q - row < 64) {
-        store_rows(sO, col, head_idx, q_begin(info) + row, limits.seqlen_q - row);
-      } else if (elected() && row < limits.seqlen_q) {
+      if (kPacked && seqlen_q - row < 64) {
+        store_rows(sO, col, head_idx, first_row + row, seqlen_q - row);
+      } else if (elected() && row < seqlen_q) {
         tile::tma_store<Config::kOutCols>(&maps_.out, sO, Config::kOutRows * tile::kPanelRowBytes,
-                                          col, p_.head_dim, q_begin(info) + row, head_idx,
-                                          batch_idx);
+                                          col, p_.head_dim, first_row + row, head_idx, batch_idx);
         ptx::cp_async_bulk_commit_group();
       }
     }
     // Last: the fence above would wait for these stores, 500 cycles and more.
     float* gLse = p_.lse + (static_cast<int64_t>(batch_idx) * p_.heads_q + head_idx) * p_.seqlen_q +
-                  q_begin(info);
+                  first_row;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int lse_row = row + 16 * warp() + lane() / 4 + 8 * r;
-      if (lane() % 4 == 0 && lse_row < limits.seqlen_q) gLse[lse_row] = lse[r];
+      if (lane() % 4 == 0 && lse_row < seqlen_q) gLse[lse_row] = lse[r];
     }
     stored_ = true;
   }

@@ -22,21 +22,13 @@ inline int64_t rows_of(const DecodeParams& p) {
   return int64_t{p.seqlen_q} * (p.heads_q / p.heads_k);
 }
 
-inline bool in_pieces(const void* pointer, const int64_t (&stride)[3]) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0 && stride[0] % 8 == 0 &&
-         stride[1] % 8 == 0 && stride[2] % 8 == 0;
-}
-
 // wgmma has 64 rows: up to 32, mma.sync does as well, and reads from memory take longer.
 inline DecodeChoice choose_decode(const DecodeParams& p, const Device& device) {
   const LaunchFeatures features = launch_features(device);
   const int rows = static_cast<int>(rows_of(p));
 #if FA_WITH_SM90A
-  const bool pieces = (p.head_dim % 8 == 0 || p.zero_tails) && in_pieces(p.query, p.query_stride) &&
-                      in_pieces(p.cache.key, p.cache.key_stride) &&
-                      in_pieces(p.cache.value, p.cache.value_stride);
   if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && p.scale > 0.f &&
-      pieces) {
+      inputs_in_pieces(p)) {
     return {true, describe_decode_sm90(p.head_dim, rows)};
   }
 #endif

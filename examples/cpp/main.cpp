@@ -24,7 +24,8 @@ using Forward = std::tuple<at::Tensor, at::Tensor>(
     const std::optional<at::Tensor>& attn_mask, bool is_causal, std::optional<double> scale,
     c10::SymInt window_left, c10::SymInt window_right, bool bottom_right, bool deterministic);
 
-bool report(const char* name, const at::Tensor& ours, const at::Tensor& expected) {
+bool report(const char* name, at::Tensor ours, const at::Tensor& expected) {
+  ours = ours.to(expected.options());
   const double difference = (ours - expected).abs().max().item<double>();
   const bool close = at::allclose(ours, expected, /*rtol=*/1e-2, /*atol=*/1e-2);
   std::cout << name << ": largest difference " << difference << (close ? "" : ", TOO LARGE")
@@ -45,8 +46,10 @@ bool call_operator(c10::Device device) {
       forward.call(query, key, value, /*attn_mask=*/std::nullopt, /*is_causal=*/true,
                    /*scale=*/std::nullopt, /*window_left=*/-1, /*window_right=*/-1,
                    /*bottom_right=*/false, /*deterministic=*/false);
+  const auto exact = [](const at::Tensor& x) { return x.to(at::kCPU, at::kDouble); };
   const at::Tensor expected = at::scaled_dot_product_attention(
-      query, key, value, std::nullopt, 0.0, /*is_causal=*/true, std::nullopt, /*enable_gqa=*/true);
+      exact(query), exact(key), exact(value), std::nullopt, 0.0, /*is_causal=*/true, std::nullopt,
+      /*enable_gqa=*/true);
   return report("fa::forward", out, expected);
 }
 
