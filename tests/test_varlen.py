@@ -152,28 +152,40 @@ def test_many_short_sequences(device, count):
                 close(rows(ours, begins, length), dense, out.dtype)
 
 
+def compare_with_batch(device, sequences, seqlen, heads, head_dim, is_causal, **options):
+    """Packed sequences of one length, beside the operators for a batch."""
+    heads_q, heads_k = heads
+    dense = [
+        randn(sequences, seqlen, h, head_dim, device=device)
+        for h in (heads_q, heads_k, heads_k, heads_q)
+    ]
+    query, key, value, grad_out = (x.flatten(0, 1) for x in dense)
+    cu_seqlens = int32(starts([seqlen] * sequences), device)
+    out, lse = forward_varlen(query, key, value, cu_seqlens, cu_seqlens, is_causal)
+    batch = [x.transpose(1, 2) for x in dense]
+    expected, expected_lse = torch.ops.fa.forward(*batch[:3], None, is_causal)
+    close(out, expected.transpose(1, 2).flatten(0, 1), out.dtype)
+    torch.testing.assert_close(lse, expected_lse.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-3)
+    gradients = backward_varlen(
+        grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, is_causal, **options
+    )
+    expected = torch.ops.fa.backward(batch[3], *batch[:3], expected, expected_lse, None, is_causal)
+    for ours, other in zip(gradients, expected, strict=True):
+        close(ours, other.transpose(1, 2).flatten(0, 1), out.dtype)
+
+
 @pytest.mark.parametrize("seqlen", [1, 64, 200, 513])
 def test_equal_lengths(device, seqlen, head_dim):
     """A batch, packed."""
-    dense = [randn(3, seqlen, h, head_dim, device=device) for h in (4, 2, 2, 4)]
-    query, key, value, grad_out = (x.flatten(0, 1) for x in dense)
-    cu_seqlens = int32(starts([seqlen] * 3), device)
     for is_causal in (False, True):
-        out, lse = forward_varlen(query, key, value, cu_seqlens, cu_seqlens, is_causal)
-        batch = [x.transpose(1, 2) for x in dense]
-        expected, expected_lse = torch.ops.fa.forward(*batch[:3], None, is_causal)
-        close(out, expected.transpose(1, 2).flatten(0, 1), out.dtype)
-        torch.testing.assert_close(
-            lse, expected_lse.transpose(0, 1).flatten(1), rtol=1e-5, atol=1e-3
-        )
-        gradients = backward_varlen(
-            grad_out, query, key, value, out, lse, cu_seqlens, cu_seqlens, is_causal
-        )
-        expected = torch.ops.fa.backward(
-            batch[3], *batch[:3], expected, expected_lse, None, is_causal
-        )
-        for ours, other in zip(gradients, expected, strict=True):
-            close(ours, other.transpose(1, 2).flatten(0, 1), out.dtype)
+        compare_with_batch(device, 3, seqlen, (4, 2), head_dim, is_causal)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_equal_lengths_in_sections(cuda, deterministic):
+    """So many rows that the backward's list of tiles has eleven sections, of 256 rows."""
+    for is_causal in (False, True):
+        compare_with_batch(cuda, 11, 250, (64, 1), 256, is_causal, deterministic=deterministic)
 
 
 # --- Neighbours -----------------------------------------------------------------------------------

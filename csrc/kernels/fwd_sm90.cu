@@ -38,10 +38,11 @@
 // blocks that some row sees and says with each stage what the mask does there: constant blocks take
 // the loop above, mixed ones read one 64-bit word a row, or elements.
 //
-// Packed sequences: tiles come from a list (packed_tiles.cu) whose length only the device knows. A
-// box that runs over the end of a sequence brings rows of the next one. Those of Q and V become
-// zeros in shared memory before a product reads them, scores of those of K are hidden like all past
-// the end, and O of a warpgroup with such rows leaves row by row.
+// Packed sequences: tiles come from a list (packed_tiles.cu) whose length only the device knows.
+// The producer looks the next one up before it waits to load the last V of this one. A box that
+// runs over the end of a sequence brings rows of the next one. Those of Q and V become zeros in
+// shared memory before a product reads them, scores of those of K are hidden like all past the end,
+// and O of a warpgroup with such rows leaves row by row.
 //
 // Units    strides count elements; scores are scaled into base 2 (scale * log2 e); LSE is natural.
 // Needs    sm_90a; what FwdParams says of rows; scale > 0; head_dim a multiple of 8, filled with

@@ -54,24 +54,45 @@ class Producer {
   static constexpr bool kPacked = Config::kPacked;
 
   // How many tiles there are, and the one of this number: false past the last. Of packed sequences
-  // only the device knows; the latency of these loads hides behind blocks that are on their way.
+  // only the device knows.
   FA_DEVICE unsigned num_tiles() const {
     return kPacked ? *p_.packed.num_tiles * order_.heads.divisor : order_.num_tiles;
   }
   FA_DEVICE bool open_tile(unsigned index) {
-    if (!kPacked && index >= order_.num_tiles) return false;
-    work_ = attn::work_of_cta<kPacked>(p_, order_, index);
     if constexpr (kPacked) {
+      if (!looked_up_) look_up(index);
+      looked_up_ = false;
+      ptx::keep_order_of_accesses();  // nothing of look_up stays in registers
+      work_ = smem_.next.work;
       if (work_.m_block < 0) return false;
-      sequence_ = attn::sequence_of<true>(p_, work_.batch_idx);
+      k_begin_ = smem_.next.sequence.k_begin;
       work_.batch_idx = 0;  // of the tensor maps
+    } else {
+      if (index >= order_.num_tiles) return false;
+      work_ = attn::work_of_cta<false>(p_, order_, index);
     }
     return true;
   }
-  FA_DEVICE const auto& band() const { return attn::band_of<kPacked>(p_, sequence_); }
+  FA_DEVICE void look_up(unsigned index) {
+    const attn::WorkTile work = attn::work_of_cta<true>(p_, order_, index);
+    smem_.next.work = work;
+    if (work.m_block >= 0) smem_.next.sequence = attn::sequence_of<true>(p_, work.batch_idx);
+    looked_up_ = true;
+  }
+  // Of this tile, until the next one is looked up.
+  FA_DEVICE const auto& band() const {
+    if constexpr (kPacked) {
+      return smem_.next.sequence;
+    } else {
+      return p_;
+    }
+  }
   // Where the sequence begins in the tensors.
-  FA_DEVICE int q_begin() const { return kPacked ? sequence_.q_begin : 0; }
-  FA_DEVICE int k_begin() const { return kPacked ? sequence_.k_begin : 0; }
+  FA_DEVICE int q_begin() const {
+    if constexpr (kPacked) return smem_.next.sequence.q_begin;
+    return 0;
+  }
+  FA_DEVICE int k_begin() const { return kPacked ? k_begin_ : 0; }
 
   FA_DEVICE bool leader() const { return !Config::kTensor || ptx::lane_id() == 0; }
 
@@ -104,6 +125,10 @@ class Producer {
       load_v(n);
     }
     if (range.first >= range.last) take_next();
+    // The last wait for the consumers hides the latency of the list. Of fewer blocks, the values
+    // would wait for the draw.
+    if constexpr (kPacked)
+      if (range.last - range.first > 1) look_up(next_);
     if (any) load_v(range.first);
   }
 
@@ -128,7 +153,7 @@ class Producer {
     info.batch_idx = work_.batch_idx;
     info.first = first;
     info.last = last;
-    if constexpr (kPacked) info.sequence = sequence_;
+    if constexpr (kPacked) info.sequence = smem_.next.sequence;
 #pragma unroll 1
     for (int c = 0; c < kConsumers; ++c)
       info.own[c] = block_range<kBlockN>(band(), row_ + 64 * c, 64);
@@ -282,7 +307,8 @@ class Producer {
   typename Config::Ring k_pos_, v_pos_;
   typename Config::QRing q_pos_;
   attn::WorkTile work_;
-  attn::Sequence sequence_;  // of packed ones
+  int k_begin_;             // of packed sequences
+  bool looked_up_ = false;  // smem_.next is the tile after this one
   int row_;
   unsigned next_;
 };

@@ -56,6 +56,14 @@ struct PackedTileInfo : TileInfo<kConsumers> {
   attn::Sequence sequence;
 };
 
+// Of packed sequences, what the producer knows of its next tile; its registers are too few to keep
+// it. m_block is -1 past the last one.
+struct NextTile {
+  attn::WorkTile work;
+  attn::Sequence sequence;
+};
+struct Nothing {};
+
 // With a mask tensor, what a stage of K and V holds.
 template <int kConsumers>
 struct BlockInfo {
@@ -102,6 +110,7 @@ struct FwdConfig {
     uint64_t full_v[kStages], empty_v[kStages];
     BlockInfo<kConsumers> block[kTensor ? kStages : 1];
     Tile tile[2];  // that Q belongs to; by turns, whatever the buffers of Q
+    std::conditional_t<kPacked, NextTile, Nothing> next;
   };
 
   using Output = tile::Accumulator<1, kHeadDim / 8>;

@@ -14,7 +14,15 @@
 // rows that see any key from there on, as far as a band lets one tile reach: that never grows from
 // tile to tile of a sequence, so their order stays ascending. Deterministic adding needs that: a
 // CTA waits for those of the keys before, which must have started.
+//
+// By keys, where a head of all sequences does not fit in L2 and lengths are nearly equal, the list
+// has sections of sequences that do, each with its longest tiles first: D 256 of 8 x 2048 tokens
+// took 802 us instead of 833. Lengths of 69 to 3792 lost 6 to 7 %, as the last section kept too few
+// SMs busy beside its longest tile.
 #include <cuda_runtime.h>
+
+#include <algorithm>
+#include <limits>
 
 #include "../attn/packed.cuh"
 #include "dependent_launch.cuh"
@@ -24,11 +32,34 @@ namespace {
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32;
 constexpr int kBuckets = 2 * kThreads;
+constexpr int kMaxSections = 64;
+constexpr int64_t kSectionBytes = int64_t{32} << 20;  // half the L2 of an H200, which is two parts
+constexpr int kNoSections = std::numeric_limits<int>::max();
 
-// Calls visit(PackedTile, bucket, valid) for every tile, in whole warps; bucket 0 has the longest.
+// `levels` buckets for each section. More work never comes behind less, for all that is rounded.
+struct Buckets {
+  int last_section, levels;
+  float sections_per_row, levels_per_row;
+
+  // longest: the most work of a tile.
+  FA_DEVICE Buckets(int section_rows, int total, unsigned longest)
+      : last_section(min((total - 1) / section_rows, kMaxSections - 1)),
+        levels(kBuckets / (last_section + 1)),
+        sections_per_row(1.f / section_rows),
+        levels_per_row(levels / (longest + 1.f)) {}
+
+  FA_DEVICE int operator()(int first_row, int work) const {
+    const int section = min(static_cast<int>(first_row * sections_per_row), last_section);
+    const int level = min(static_cast<int>(work * levels_per_row), levels - 1);
+    return (section + 1) * levels - 1 - level;
+  }
+};
+
+// Calls visit(PackedTile, bucket, valid) for every tile, in whole warps; the first bucket has the
+// longest of the first section.
 template <class Visit>
-FA_DEVICE void for_each_tile(const FwdParams& p, const attn::FastDivide& unit, int block,
-                             PackedBy by, Visit&& visit) {
+FA_DEVICE void for_each_tile(const FwdParams& p, const Buckets& bucket, int block, PackedBy by,
+                             Visit&& visit) {
   constexpr unsigned kAll = 0xffffffff;
   const int sequences = p.batch + 2, lane = ptx::lane_id();
   const int per_warp = min(32, (sequences + kWarps - 1) / kWarps);
@@ -57,6 +88,7 @@ FA_DEVICE void for_each_tile(const FwdParams& p, const attn::FastDivide& unit, i
       at.seqlen_q = __shfl_sync(kAll, sequence.seqlen_q, owner);
       at.seqlen_k = __shfl_sync(kAll, sequence.seqlen_k, owner);
       at.diagonal = at.seqlen_k - at.seqlen_q;
+      const int first_row = __shfl_sync(kAll, sequence.q_begin, owner);
       const int index = tile - __shfl_sync(kAll, end - tiles, owner);
       const int begin = index * block;
       int64_t work;
@@ -67,8 +99,8 @@ FA_DEVICE void for_each_tile(const FwdParams& p, const attn::FastDivide& unit, i
         const attn::QueryRange seen = attn::query_range(at, begin, at.seqlen_k);
         work = min(int64_t{seen.end} - seen.first, at.window_left + at.window_right + block);
       }
-      const unsigned level = unit.quotient(static_cast<unsigned>(max(work, int64_t{0})));
-      visit(PackedTile{chunk + owner, index}, kBuckets - 1 - static_cast<int>(level), tile < all);
+      visit(PackedTile{chunk + owner, index},
+            bucket(first_row, static_cast<int>(max(work, int64_t{0}))), tile < all);
     }
   }
 }
@@ -87,31 +119,50 @@ FA_DEVICE Peers peers_of(int bucket, bool valid) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    packed_tiles_kernel(const __grid_constant__ FwdParams p, attn::FastDivide unit, int block,
+    packed_tiles_kernel(const __grid_constant__ FwdParams p, int section_rows, int block,
                         PackedBy by, PackedTile* gTiles, int* gNumTiles) {
   __shared__ int sCount[kBuckets];  // tiles of a bucket; then where its next one goes
   __shared__ int sSums[kWarps];
+  __shared__ unsigned sLongest;
   const int thread = threadIdx.x, lane = ptx::lane_id(), warp = ptx::warp_id();
   sCount[2 * thread] = sCount[2 * thread + 1] = 0;
+  if (thread == 0) sLongest = 0;
   let_kernel_after_start();
   wait_for_kernels_before();
-  __syncthreads();  // counts are 0
+  __syncthreads();  // all are 0
 
+  // A tile by queries works on keys, one by keys on queries. Nobody has checked the numbers.
+  const bool by_query = by == PackedBy::kQuery;
+  const int* cu_seqlens = by_query ? p.packed.cu_seqlens_k : p.packed.cu_seqlens_q;
+  const unsigned total = by_query ? p.seqlen_k : p.seqlen_q;
+  const auto rows_between = [&](int i, int j) {
+    return min(static_cast<unsigned>(cu_seqlens[j]) - static_cast<unsigned>(cu_seqlens[i]), total);
+  };
   bool ordered = true;
+  unsigned longest = 0;
 #pragma unroll 1
-  for (int i = thread; i < p.batch; i += kThreads)
+  for (int i = thread; i < p.batch; i += kThreads) {
     ordered = ordered && p.packed.cu_seqlens_q[i] <= p.packed.cu_seqlens_q[i + 1] &&
               p.packed.cu_seqlens_k[i] <= p.packed.cu_seqlens_k[i + 1];
-  for_each_tile(p, unit, block, by, [&](PackedTile, int bucket, bool valid) {
-    const Peers peers = peers_of(bucket, valid);
-    if (valid && peers.lead()) atomicAdd(&sCount[bucket], __popc(peers.lanes));
-  });
+    longest = max(longest, rows_between(i, i + 1));
+  }
+  longest = __reduce_max_sync(0xffffffff, longest);
+  if (lane == 0 && longest > 0) atomicMax(&sLongest, longest);
   // Sequences that overlap are more than there is room for, and would wait for each other's turns
   // for ever: no tiles, and results are whatever memory holds.
-  if (!__syncthreads_and(ordered)) {  // and all are counted
+  if (!__syncthreads_and(ordered)) {  // and the longest is known
     if (thread == 0) *gNumTiles = 0;
     return;
   }
+  longest = sLongest;
+  const uint64_t rows = rows_between(0, p.batch);
+  const bool nearly_equal = uint64_t{longest} * p.batch <= rows + rows / 8;
+  const Buckets buckets(nearly_equal ? section_rows : kNoSections, total, longest);
+  for_each_tile(p, buckets, block, by, [&](PackedTile, int bucket, bool valid) {
+    const Peers peers = peers_of(bucket, valid);
+    if (valid && peers.lead()) atomicAdd(&sCount[bucket], __popc(peers.lanes));
+  });
+  __syncthreads();  // all are counted
 
   const int first = sCount[2 * thread], second = sCount[2 * thread + 1];
   int end = first + second;
@@ -129,7 +180,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == kThreads - 1) *gNumTiles = end;
   __syncthreads();  // buckets have their places
 
-  for_each_tile(p, unit, block, by, [&](PackedTile tile, int bucket, bool valid) {
+  for_each_tile(p, buckets, block, by, [&](PackedTile tile, int bucket, bool valid) {
     const Peers peers = peers_of(bucket, valid);
     int place = 0;
     if (valid && peers.lead()) place = atomicAdd(&sCount[bucket], __popc(peers.lanes));
@@ -142,10 +193,14 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_packed_tiles(const FwdParams& p, int block, PackedBy by, PackedTile* tiles,
                                 int* num_tiles, LaunchFeatures features, cudaStream_t stream) {
-  const int max_work = by == PackedBy::kQuery ? p.seqlen_k : p.seqlen_q;
-  const attn::FastDivide unit(max_work / kBuckets + 1);
-  return launch_kernel(features, packed_tiles_kernel, dim3(1), kThreads, 0, stream, p, unit, block,
-                       by, tiles, num_tiles);
+  int section_rows = kNoSections;
+  if (by == PackedBy::kKey) {
+    // Q, dO and dQ of the query heads of a key head.
+    const int64_t row_bytes = int64_t{8} * p.head_dim * (p.heads_q / p.heads_k);
+    section_rows = static_cast<int>(std::max<int64_t>(kSectionBytes / row_bytes, 1));
+  }
+  return launch_kernel(features, packed_tiles_kernel, dim3(1), kThreads, 0, stream, p, section_rows,
+                       block, by, tiles, num_tiles);
 }
 
 }  // namespace fa
