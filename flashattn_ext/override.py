@@ -68,19 +68,26 @@ def _register(device_types):
     register_flash_attention_impl(NAME, register_fn=functools.partial(_activate, device_types))
 
 
-class _Restore:
-    """Leaving it as a context brings back what was active before enable()."""
+class _Enabled:
+    """Leaving it as a context brings back what was active before it, and entering it again enables
+    again."""
 
-    def __init__(self, impl, device_types):
-        self._impl = impl
+    def __init__(self, device_types):
         self._device_types = device_types
+        self._enable()
+
+    def _enable(self):
+        self._impl = current_flash_attention_impl()
+        self._impl_device_types = _active.device_types if self._impl == NAME else None
+        _enable(self._device_types)
 
     def __enter__(self):
-        return None
+        if not is_enabled() or _active.device_types != self._device_types:
+            self._enable()
 
     def __exit__(self, *error):
         if self._impl == NAME:
-            _enable(self._device_types)
+            _enable(self._impl_device_types)
         elif self._impl is not None:
             activate_flash_attention_impl(self._impl)
         else:
@@ -104,8 +111,11 @@ def _enable(device_types):
 def _checked(device_types):
     if device_types is None:
         return _BUILT[:1]
-    if isinstance(device_types, str):
+    if isinstance(device_types, (str, torch.device)):
         device_types = (device_types,)
+    if not isinstance(device_types, (tuple, list, set, frozenset)):
+        raise RuntimeError(f'device_types: must be of "cuda" and "cpu", got {device_types!r}')
+    device_types = tuple(str(device_type) for device_type in device_types)
     if not device_types:
         raise RuntimeError('device_types: must name "cuda" or "cpu", got none')
     for device_type in device_types:
@@ -116,7 +126,7 @@ def _checked(device_types):
                 f"device_types: this build has no kernels for cuda ({CPU_ONLY_REASON}), got "
                 f"{device_type!r}"
             )
-    return tuple(device_types)
+    return device_types
 
 
 def enable(device_types=None):
@@ -165,10 +175,7 @@ def enable(device_types=None):
     Raises:
         RuntimeError: device_types has an unknown name, or one that the build has no kernels for.
     """
-    impl = current_flash_attention_impl()
-    restore = _Restore(impl, _active.device_types if impl == NAME else None)
-    _enable(_checked(device_types))
-    return restore
+    return _Enabled(_checked(device_types))
 
 
 def disable():
@@ -188,9 +195,9 @@ def enable_as_environment_says():
     if value in ("", "0"):
         return
     try:
-        enable(None if value == "1" else value.split(","))
+        enable(None if value == "1" else [name.strip() for name in value.split(",")])
     except RuntimeError as error:
-        raise ImportError(f"{VARIABLE}={value}: {error}") from error
+        raise ImportError(f"{VARIABLE}: must be 0, 1 or device types; {error}") from error
 
 
 _register(_BUILT[:1])

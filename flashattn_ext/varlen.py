@@ -96,6 +96,16 @@ def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, s
             f"with heads_k dividing heads_q; got {tuple(q.shape)}, {tuple(k.shape)} and "
             f"{tuple(v.shape)}"
         )
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    for name, tensor in lengths.items():
+        if tensor is None and name == "seqused_k":
+            continue
+        count = cu_seqlens_q.numel() - (name == "seqused_k")
+        if tensor.dtype != torch.int32 or tensor.shape != (count,) or cu_seqlens_q.numel() == 0:
+            raise RuntimeError(
+                f"{name}: must be int32 of shape ({max(count, 1)},), got {tensor.dtype} of "
+                f"{tuple(tensor.shape)}"
+            )
     starts_q = _starts("cu_seqlens_q", cu_seqlens_q, "q", q.size(0))
     starts_k = _starts("cu_seqlens_k", cu_seqlens_k, "k", k.size(0))
     used = None if seqused_k is None else seqused_k.tolist()
@@ -108,11 +118,15 @@ def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, s
             )
     lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_full((q.size(1), q.size(0)), -torch.inf, dtype=lse_dtype) if need_lse else None
-    outs = [q.new_zeros((starts_q[0], *q.shape[1:]))]
+
+    def zeros(rows):
+        return q.new_zeros((rows, q.size(1), v.size(2)))
+
+    outs = [zeros(starts_q[0])]
     for b, (begin, end) in enumerate(itertools.pairwise(starts_q)):
         keys = slice(starts_k[b], starts_k[b + 1] if used is None else starts_k[b] + used[b])
         if begin == end or keys.start == keys.stop:
-            outs.append(q.new_zeros((end - begin, *q.shape[1:])))
+            outs.append(zeros(end - begin))
             continue
         query, key, value = (
             x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k[keys], v[keys])
@@ -123,8 +137,11 @@ def _in_torch(q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale, left, right, s
         outs.append(out_b.squeeze(0).transpose(0, 1))
         if need_lse:
             lse[:, begin:end] = lse_b.squeeze(0)
-    outs.append(q.new_zeros((q.size(0) - starts_q[-1], *q.shape[1:])))
-    return torch.cat(outs), lse
+    outs.append(zeros(q.size(0) - starts_q[-1]))
+    out = torch.cat(outs)
+    if out.shape == q.shape:
+        out = torch.empty_like(q).copy_(out)  # for its strides
+    return out, lse
 
 
 def flash_attn_varlen_func(

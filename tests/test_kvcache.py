@@ -601,8 +601,11 @@ WRONG_NUMBERS = {
 def test_wrong_numbers_on_the_cpu(case):
     changes, message = WRONG_NUMBERS[case]
     given = {"seqlens_k": [20, 20]} | changes
+    call = arguments(**{n: int32(x, "cpu") for n, x in given.items()})
+    caches = call["key_cache"].clone(), call["value_cache"].clone()
     with pytest.raises(RuntimeError, match=message):
-        forward_kvcache(**arguments(**{n: int32(x, "cpu") for n, x in given.items()}))
+        forward_kvcache(**call)
+    torch.testing.assert_close((call["key_cache"], call["value_cache"]), caches, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -190,3 +190,55 @@ def test_nothing_is_printed(tmp_path):
     """The dispatcher warns of kernels that replace others, unless it is told not to."""
     code = "import flashattn_ext; flashattn_ext.enable(); flashattn_ext.disable()"
     assert run(f"import warnings; warnings.simplefilter('error'); {code}", tmp_path) == ("", "")
+
+
+def test_a_context_entered_again():
+    context = flashattn_ext.enable("cpu")
+    flashattn_ext.disable()
+    for _ in range(2):
+        with context:
+            assert runs_ours()
+        assert not runs_ours()
+
+
+@pytest.mark.parametrize("device_types", [(), [], 5, True, "tpu", ["cpu", "tpu"]])
+def test_device_types_that_are_none(device_types):
+    with pytest.raises(RuntimeError, match=r"^device_types: must .*, got "):
+        flashattn_ext.enable(device_types)
+    assert not flashattn_ext.is_enabled()
+
+
+def test_what_was_active_stays_where_enabling_fails(monkeypatch):
+    class Handle:
+        def remove(self):
+            pass
+
+    def fails(*arguments):
+        raise ZeroDivisionError
+
+    register_flash_attention_impl("OTHER", register_fn=Handle)
+    activate_flash_attention_impl("OTHER")
+    try:
+        monkeypatch.setattr(flashattn_ext.override, "_Active", fails)
+        with pytest.raises(ZeroDivisionError):
+            flashattn_ext.enable("cpu")
+        assert current_flash_attention_impl() == "OTHER"
+    finally:
+        restore_flash_attention_impl()
+
+
+def test_no_gradient_reaches_attention(device):
+    class Drop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    dtype = torch.float32 if device == "cpu" else torch.float16
+    inputs = torch.randn(3, 1, 2, 9, 16, device=device, dtype=dtype).requires_grad_().unbind()
+    with flashattn_ext.enable(device):
+        out = Drop.apply(F.scaled_dot_product_attention(*inputs))
+        assert torch.autograd.grad(out.sum(), inputs, allow_unused=True) == (None, None, None)

@@ -290,6 +290,40 @@ def test_what_goes_to_torch(device, is_causal, nothing_said):
         flash_attn_varlen_func(query[:, :3], key, value, *packed.arguments[3:])
 
 
+def test_other_head_dims_of_value(device, nothing_said):
+    """As flash_attn_func: out has that of value."""
+    query, key, value = (randn(5, 2, size, device=device) for size in (64, 64, 32))
+    lengths = int32([0, 2, 5], device)
+    with warns_once("a head_dim of value"):
+        out = flash_attn_varlen_func(query, key, value, lengths, lengths, 3, 3)
+    assert out.shape == (5, 2, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cu_seqlens_q": [0, 8, 4]},
+            "cu_seqlens_q: must ascend .* 10 rows of q, got 4 after 8 at 2",
+        ),
+        ({"cu_seqlens_q": [0, 4, 14]}, "cu_seqlens_q: must ascend .* got 14 after 4 at 2"),
+        ({"cu_seqlens_k": [-3, 5, 12]}, "cu_seqlens_k: must ascend .* 12 rows of k, got -3"),
+        ({"cu_seqlens_k": [0, 5]}, r"cu_seqlens_k: must be int32 of shape \(3,\), got .* \(2,\)"),
+        ({"seqused_k": [7, 3]}, r"seqused_k: must be 0 to .* \(5\), got 7 for sequence 0"),
+        ({"seqused_k": [-2, 3]}, "seqused_k: must be 0 to .* got -2 for sequence 0"),
+        ({"seqused_k": [1]}, r"seqused_k: must be int32 of shape \(2,\), got .* \(1,\)"),
+        ({"cu_seqlens_q": []}, "cu_seqlens_q: must be int32 of shape "),
+    ],
+)
+def test_wrong_lengths_go_nowhere(device, changes, message, nothing_said):
+    """Where torch computes, the lengths are checked on CUDA too."""
+    lengths = {"cu_seqlens_q": [0, 4, 10], "cu_seqlens_k": [0, 5, 12], **changes}
+    query, key = (randn(*shape, 264, device=device) for shape in ((10, 4), (12, 2)))
+    tensors = {name: int32(numbers, device) for name, numbers in lengths.items()}
+    with pytest.raises(RuntimeError, match=message), silent():
+        flash_attn_varlen_func(query, key, key, max_seqlen_q=6, max_seqlen_k=7, **tensors)
+
+
 # --- Autograd and modes ---------------------------------------------------------------------------
 
 

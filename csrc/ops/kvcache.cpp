@@ -72,12 +72,18 @@ class Sequence {
     if (has(block_table)) pages_ = block_table->select(0, batch_idx);
   }
 
+  // That keys from `first` up to, not including, `end` lie in pages that there are.
+  void check_pages(const at::Tensor& cache, int64_t first, int64_t end) const {
+    if (!pages_.defined() || first == end) return;
+    for (int64_t i = first / p_.page_size; i <= (end - 1) / p_.page_size; ++i) page(cache, i);
+  }
+
   // Rows of a cache from key `first` up to, not including, `end`: [keys, heads_k, head_dim].
   at::Tensor rows(const at::Tensor& cache, int64_t first, int64_t end) const {
     if (!pages_.defined()) return cache.select(0, batch_idx_).slice(0, first, end);
     if (first == end) return cache.flatten(0, 1).slice(0, 0, 0);
+    check_pages(cache, first, end);
     const int64_t first_page = first / p_.page_size, end_page = (end - 1) / p_.page_size + 1;
-    for (int64_t i = first_page; i < end_page; ++i) page(cache, i);
     const at::Tensor used = pages_.slice(0, first_page, end_page);
     return cache.index_select(0, used).flatten(0, 1).slice(0, first - first_page * p_.page_size,
                                                            end - first_page * p_.page_size);
@@ -119,22 +125,30 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cpu(
   at::Tensor out = at::empty(query.sizes(), query.options());
   at::Tensor lse = at::empty({p.batch, p.heads_q, p.seqlen_q}, query.options().dtype(lse_dtype));
   const auto side = [](int64_t window) { return window == kUnlimited ? -1 : window; };
-  if (p.seqlen_new > 0) count_append(key_cache, value_cache);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t before =
-        has(seqlens_k) ? int64_t{(*seqlens_k)[b].item<int>()} : p.capacity - p.seqlen_new;
+  const auto keys_before = [&](int64_t b) {
+    return has(seqlens_k) ? int64_t{(*seqlens_k)[b].item<int>()} : p.capacity - p.seqlen_new;
+  };
+  // Keys left of the window of the first query are not looked at.
+  const auto first_seen = [&](int64_t end) {
+    return std::clamp<int64_t>(end - p.seqlen_q - p.window_left, 0, p.seqlen_q > 0 ? end : 0);
+  };
+  for (int64_t b = 0; b < p.batch; ++b) {  // before anything is written
+    const int64_t before = keys_before(b);
     TORCH_CHECK(before >= 0 && before + p.seqlen_new <= p.capacity, "seqlens_k: must be 0 to ",
                 p.capacity - p.seqlen_new, ", which with ", p.seqlen_new,
                 " new keys fits the cache, got ", before, " for sequence ", b);
+    const int64_t end = before + p.seqlen_new;
+    Sequence(p, block_table, b).check_pages(key_cache, std::min(before, first_seen(end)), end);
+  }
+  if (p.seqlen_new > 0) count_append(key_cache, value_cache);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t before = keys_before(b);
     const Sequence sequence(p, block_table, b);
     if (p.seqlen_new > 0) {
       sequence.append(key_cache, new_key->select(0, b), before);
       sequence.append(value_cache, new_value->select(0, b), before);
     }
-    // Keys left of the window of the first query are not looked at.
-    const int64_t end = before + p.seqlen_new;
-    const int64_t first =
-        std::clamp<int64_t>(end - p.seqlen_q - p.window_left, 0, p.seqlen_q > 0 ? end : 0);
+    const int64_t end = before + p.seqlen_new, first = first_seen(end);
     const auto [out_b, lse_b] =
         forward(query.narrow(0, b, 1).transpose(1, 2),
                 sequence.rows(key_cache, first, end).transpose(0, 1).unsqueeze(0),

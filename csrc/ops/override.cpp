@@ -206,6 +206,7 @@ void override_flash(torch::Library& library, const Stock& stock, const Stock& st
                                       const Tensor& cum_seq_k, int64_t max_q, int64_t max_k,
                                       double dropout_p, bool is_causal, const Tensor& philox_seed,
                                       const Tensor& philox_offset, Scale scale) -> Gradients {
+                 if (!grad_out.defined()) return {};  // nothing depends on out
                  if (!takes(query, key, value, std::nullopt, dropout_p)) {
                    return stock.call<Gradients>(grad_out, query, key, value, out, lse, cum_seq_q,
                                                 cum_seq_k, max_q, max_k, dropout_p, is_causal,
@@ -289,6 +290,7 @@ void override_flash_rows(torch::Library& library, const Stock& stock, const Stoc
                                    const Tensor& rng_state, const Tensor& unused, Scale scale,
                                    std::optional<int64_t> window_size_left,
                                    std::optional<int64_t> window_size_right) -> Gradients {
+            if (!grad_out.defined()) return {};
             const Band band = flash_band(is_causal, window_size_left, window_size_right);
             if (takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
               RECORD_FUNCTION("fa::backward_varlen", c10::ArrayRef<const c10::IValue>{});
@@ -361,6 +363,7 @@ void override_cudnn(torch::Library& library, const Stock& stock, const Stock& st
                                    const Tensor& attn_bias, const Tensor& cum_seq_q,
                                    const Tensor& cum_seq_k, int64_t max_q, int64_t max_k,
                                    double dropout_p, bool is_causal, Scale scale) -> Gradients {
+            if (!grad_out.defined()) return {};
             if (!takes(query, key, value, attn_bias, dropout_p)) {
               return stock.call<Gradients>(grad_out, query, key, value, out, lse, philox_seed,
                                            philox_offset, attn_bias, cum_seq_q, cum_seq_k, max_q,
@@ -410,6 +413,7 @@ void override_efficient(torch::Library& library, const Stock& stock, const Stock
                                   const Tensor& philox_offset, double dropout_p,
                                   std::array<bool, 4> grad_input_mask, bool is_causal,
                                   Scale scale) -> EfficientGradients {
+            if (!grad_out.defined()) return {};
             const auto call_stock = [&](const Tensor& out, const Tensor& lse,
                                         const Tensor& philox_seed, const Tensor& philox_offset) {
               return stock_backward.call<EfficientGradients>(
@@ -456,6 +460,7 @@ void override_cpu(torch::Library& library, const Stock& stock, const Stock& stoc
                                       const Tensor& key, const Tensor& value, const Tensor& out,
                                       const Tensor& lse, double dropout_p, bool is_causal,
                                       const OptionalTensor& attn_mask, Scale scale) -> Gradients {
+                 if (!grad_out.defined()) return {};
                  if (!takes(query, key, value, attn_mask, dropout_p)) {
                    return stock.call<Gradients>(grad_out, query, key, value, out, lse, dropout_p,
                                                 is_causal, attn_mask, scale);
