@@ -197,7 +197,7 @@ def enable_as_environment_says():
     try:
         enable(None if value == "1" else [name.strip() for name in value.split(",")])
     except RuntimeError as error:
-        raise ImportError(f"{VARIABLE}: must be 0, 1 or device types; {error}") from error
+        raise ImportError(f"{VARIABLE}={value}: {error} (or 1, or 0 for none)") from error
 
 
 _register(_BUILT[:1])
