@@ -107,8 +107,8 @@ constexpr int kMaxCluster = 4;
 int decode_clusters(int head_dim, int rows, int num_splits, LaunchFeatures features);
 // batch is at most 65535, num_splits 128, heads_k * ceil(rows / block_m) at most 2^31 - 1.
 cudaError_t launch_decode(const DecodeParams& params, LaunchFeatures features, cudaStream_t stream);
-// The same on Hopper (wgmma, sm_90a): scale > 0, head_dim up to 128, rows of query, key and value in
-// 16-byte pieces, also where head_dim is no multiple of 8.
+// The same on Hopper (wgmma, sm_90a): scale > 0, head_dim up to 128, rows of query, key and value
+// in 16-byte pieces, also where head_dim is no multiple of 8.
 DecodeShape describe_decode_sm90(int head_dim, int rows);
 cudaError_t launch_decode_sm90(const DecodeParams& params, cudaStream_t stream);
 cudaError_t launch_combine(const DecodeParams& params, LaunchFeatures features,
