@@ -593,7 +593,10 @@ def test_wrong_arguments(device, case):
 WRONG_NUMBERS = {
     "negative length": ({"seqlens_k": [-1, 0]}, "seqlens_k: must be 0 to 47, .* got -1 for seq"),
     "long": ({"seqlens_k": [0, 48]}, "seqlens_k: must be 0 to 47, .* got 48 for sequence 1"),
-    "page": ({"block_table": [[0, 6, 0]] * 2}, r"block_table: .* 0 to 5, got 6 at \(0, 1\)"),
+    "page": (
+        {"block_table": [[0, 1, 2], [3, 6, 4]]},
+        r"block_table: .* 0 to 5, got 6 at \(1, 1\)",
+    ),
 }
 
 
@@ -602,6 +605,7 @@ def test_wrong_numbers_on_the_cpu(case):
     changes, message = WRONG_NUMBERS[case]
     given = {"seqlens_k": [20, 20]} | changes
     call = arguments(**{n: int32(x, "cpu") for n, x in given.items()})
+    call["new_key"], call["new_value"] = torch.ones(2, 2, 1, 2, 32, dtype=torch.half)
     caches = call["key_cache"].clone(), call["value_cache"].clone()
     with pytest.raises(RuntimeError, match=message):
         forward_kvcache(**call)
