@@ -6,7 +6,7 @@
     python benchmarks/report.py check  [FILE.md ...]
 
 `update` rewrites, and `check` compares (exit code 1 if they differ), every generated block of the
-Markdown files, by default README.md and benchmarks/results/README.md. A block stands between
+Markdown files, by default README.md and those of benchmarks/results. A block stands between
 
     <!-- benchmark summary h200.json -->
     <!-- end benchmark -->
@@ -40,7 +40,7 @@ from rates import FA3, FA3_LABEL, FORWARD, geomean, launch_rows, speeds, speedup
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-DEFAULT_FILES = [HERE.parent / "README.md", RESULTS / "README.md"]
+DEFAULT_FILES = [HERE.parent / "README.md", RESULTS / "README.md", RESULTS / "redo.md"]
 BLOCK = re.compile(
     r"(?P<head><!-- benchmark (?P<kind>summary|full|redo) (?P<file>[\w.-]+) -->\n)"
     r"(?:(?!<!-- benchmark ).)*?(?P<tail><!-- end benchmark -->)",

@@ -85,8 +85,8 @@ def test_the_wheel_holds_the_package_alone():
     assert "flashattn_ext/libflashattn_ext.so" in files
     tops = {file.split("/")[0] for file in files if not file.startswith("..")}
     tops -= {"__pycache__", *(top for top in tops if top.endswith(".dist-info"))}
-    # The module beside the package is what torch imports in every program.
-    assert tops == {"flashattn_ext", "flashattn_ext_autoload.py"}
+    # What stands beside the package is what torch imports in every program.
+    assert tops == {"flashattn_ext", "flashattn_ext_autoload"}
     for source in (CHECKOUT / "flashattn_ext").glob("*.py"):
         assert f"flashattn_ext/{source.name}" in files
 
