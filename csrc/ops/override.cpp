@@ -56,8 +56,12 @@ class Stock {
   Result call(const Args&... args) const {
     torch::jit::Stack stack;
     torch::jit::push(stack, args...);
-    kernel_.callBoxed(kernel_.opHandle(), keys_, &stack);
+    call_boxed(&stack);
     return c10::impl::PopResult<Result>::call(stack);
+  }
+
+  void call_boxed(torch::jit::Stack* stack) const {
+    kernel_.callBoxed(kernel_.opHandle(), keys_, stack);
   }
 
   c10::DispatchKeySet keys() const { return keys_; }
@@ -243,43 +247,64 @@ bool takes_packed(const Tensor& query, const Tensor& key, const Tensor& value,
          takes_tensors(query, key, value, 1, dropout_p);
 }
 
+// The forward, boxed: its first 15 arguments are those of torch 2.11, and newer versions have more.
+class FlashRows : public c10::OperatorKernel {
+ public:
+  explicit FlashRows(const Stock& stock) : stock_(stock) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    const size_t count = op.schema().arguments().size();
+    const auto arguments = torch::jit::last(*stack, count);
+    if (std::optional<FlashOutputs> outputs = ours(arguments)) {
+      torch::jit::drop(*stack, count);
+      std::apply([&](const auto&... tensors) { torch::jit::push(*stack, tensors...); }, *outputs);
+    } else {
+      stock_.call_boxed(stack);
+    }
+  }
+
+ private:
+  static constexpr size_t kReturnDebugMask = 9, kAlibiSlopes = 14;
+
+  // Nothing where torch's kernel has to do it.
+  std::optional<FlashOutputs> ours(c10::ArrayRef<c10::IValue> arguments) const {
+    const auto tensor = [&](size_t i) { return arguments[i].toTensor(); };
+    const auto optional = [&](size_t i) { return arguments[i].toOptional<Tensor>(); };
+    if (arguments[kReturnDebugMask].toBool()) return std::nullopt;
+    for (const c10::IValue& value : arguments.slice(kAlibiSlopes)) {
+      if (!value.isNone()) return std::nullopt;
+    }
+    const Tensor query = tensor(0), key = tensor(1), value = tensor(2);
+    const OptionalTensor cum_seq_q = optional(3), cum_seq_k = optional(4), seqused_k = optional(13);
+    const double dropout_p = arguments[7].toDouble();
+    const bool is_causal = arguments[8].toBool();
+    const auto scale = arguments[10].toOptional<double>();
+    const Band band = flash_band(is_causal, arguments[11].toOptional<int64_t>(),
+                                 arguments[12].toOptional<int64_t>());
+    const auto results = [&](const Tensor& out, const Tensor& lse) -> FlashOutputs {
+      return {out, lse, unread(query, {2}, at::kUInt64), unread(query, {}, at::kUInt64),
+              unread(query, {0}, query.scalar_type())};
+    };
+    if (takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
+      RECORD_FUNCTION("fa::forward_varlen", c10::ArrayRef<const c10::IValue>{});
+      const auto [out, lse] = forward_varlen_op().redispatch(
+          stock_.keys(), query, key, value, *cum_seq_q, *cum_seq_k, is_causal, scale,
+          band.window_left, band.window_right, seqused_k, /*deterministic=*/false);
+      return results(out, lse);
+    }
+    if (cum_seq_q || cum_seq_k || seqused_k || !are_4d(query, key, value)) return std::nullopt;
+    const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2), v = value.transpose(1, 2);
+    if (!takes(q, k, v, std::nullopt, dropout_p)) return std::nullopt;
+    const auto [out, lse] = forward(stock_.keys(), q, k, v, std::nullopt, band, scale);
+    return results(out.transpose(1, 2), lse);
+  }
+
+  const Stock stock_;
+};
+
 void override_flash_rows(torch::Library& library, const Stock& stock, const Stock& stock_backward) {
-  library.impl(
-      "_flash_attention_forward",
-      torch::CppFunction(
-          [stock](const Tensor& query, const Tensor& key, const Tensor& value,
-                  const OptionalTensor& cum_seq_q, const OptionalTensor& cum_seq_k, int64_t max_q,
-                  int64_t max_k, double dropout_p, bool is_causal, bool return_debug_mask,
-                  Scale scale, std::optional<int64_t> window_size_left,
-                  std::optional<int64_t> window_size_right, const OptionalTensor& seqused_k,
-                  const OptionalTensor& alibi_slopes) -> FlashOutputs {
-            const Band band = flash_band(is_causal, window_size_left, window_size_right);
-            const auto results = [&](const Tensor& out, const Tensor& lse) -> FlashOutputs {
-              return {out, lse, unread(query, {2}, at::kUInt64), unread(query, {}, at::kUInt64),
-                      unread(query, {0}, query.scalar_type())};
-            };
-            if (!return_debug_mask && !alibi_slopes) {
-              if (takes_packed(query, key, value, cum_seq_q, cum_seq_k, dropout_p)) {
-                RECORD_FUNCTION("fa::forward_varlen", c10::ArrayRef<const c10::IValue>{});
-                const auto [out, lse] = forward_varlen_op().redispatch(
-                    stock.keys(), query, key, value, *cum_seq_q, *cum_seq_k, is_causal, scale,
-                    band.window_left, band.window_right, seqused_k, /*deterministic=*/false);
-                return results(out, lse);
-              }
-              if (!cum_seq_q && !cum_seq_k && !seqused_k && are_4d(query, key, value)) {
-                const Tensor q = query.transpose(1, 2), k = key.transpose(1, 2),
-                             v = value.transpose(1, 2);
-                if (takes(q, k, v, std::nullopt, dropout_p)) {
-                  const auto [out, lse] = forward(stock.keys(), q, k, v, std::nullopt, band, scale);
-                  return results(out.transpose(1, 2), lse);
-                }
-              }
-            }
-            return stock.call<FlashOutputs>(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k,
-                                            dropout_p, is_causal, return_debug_mask, scale,
-                                            window_size_left, window_size_right, seqused_k,
-                                            alibi_slopes);
-          }));
+  library.impl("_flash_attention_forward",
+               torch::CppFunction::makeFromBoxedFunctor(std::make_unique<FlashRows>(stock)));
   library.impl(
       "_flash_attention_backward",
       torch::CppFunction(
