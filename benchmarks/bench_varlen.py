@@ -14,6 +14,7 @@ problem; with --bars also if one of the bars for an H200 is missed.
 from __future__ import annotations
 
 import argparse
+import inspect
 import itertools
 import math
 import sys
@@ -172,13 +173,15 @@ def prepare_dense(p: PackedProblem, x: PackedInputs) -> Step:
 def prepare_varlen_attn(p: PackedProblem, x: PackedInputs) -> Step:
     if x.query.device.type == "cpu":
         raise RuntimeError("varlen_attn has no kernel for the CPU")
-    window = (-1, 0) if p.mask == "causal" else (-1, -1)
+    options = {"window_size": (-1, 0) if p.mask == "causal" else (-1, -1)}
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # not in torch 2.11
+        options["enable_gqa"] = True
     more = (x.cu_seqlens, x.cu_seqlens, p.seqlen_q, p.seqlen_k)
     tensors = (x.query, x.key, x.value)
     if p.name != BACKWARD:
-        return lambda: varlen_attn(*tensors, *more, window_size=window)
+        return lambda: varlen_attn(*tensors, *more, **options)
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    out = varlen_attn(*leaves, *more, window_size=window)
+    out = varlen_attn(*leaves, *more, **options)
     return lambda: Gradients(*torch.autograd.grad(out, leaves, x.grad_out, retain_graph=True))
 
 
