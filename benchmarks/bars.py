@@ -51,6 +51,13 @@ class Bar:
         return "\n".join([line, *(f"        {note}" for note in self.notes)])
 
 
+def print_bars(bars: Iterable[Bar]) -> bool:
+    """Prints what came of each. Whether all passed."""
+    bars = list(bars)
+    print(*(bar.text() for bar in bars), sep="\n")
+    return all(bar.passed for bar in bars)
+
+
 def lowest(
     name: str,
     cells: dict[str, float],

@@ -24,6 +24,7 @@ import bench_prefill
 import command
 import harness
 import torch
+from bars import print_bars
 from decode_rates import BEST_OF, bars, speeds
 from harness import Candidate
 from torch import Tensor
@@ -159,11 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     failures = command.report_failures(
         result, options, start, lambda row, name: result["labels"][name]
     )
-    missed = False
-    if options.bars:
-        found = bars(result)
-        print("\n".join(bar.text() for bar in found))
-        missed = not all(bar.passed for bar in found)
+    missed = options.bars and not print_bars(bars(result))
     return 1 if failures or missed else 0
 
 

@@ -25,7 +25,7 @@ import harness
 import host_cost
 import torch
 import torch.nn.functional as F
-from bars import Bar
+from bars import Bar, print_bars
 from harness import Call
 from workload import Inputs, Problem, input_sets
 
@@ -212,11 +212,7 @@ def main(arguments: list[str] | None = None) -> int:
     failures = command.report_failures(
         result, options, start, lambda row, name: result["labels"][name]
     )
-    missed = False
-    if options.bars:
-        found = bars(result)
-        print("\n".join(bar.text() for bar in found))
-        missed = not all(bar.passed for bar in found)
+    missed = options.bars and not print_bars(bars(result))
     return 1 if failures or missed else 0
 
 

@@ -23,7 +23,7 @@ from dataclasses import replace
 import command
 import harness
 import torch
-from bars import Bar
+from bars import Bar, print_bars
 from torch import Tensor
 from workload import Inputs, Problem, Reference, input_sets
 
@@ -144,11 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
         describe,
     )
     failures = command.report_failures(result, options, start)
-    missed = False
-    if options.bars:
-        found = bars(result)
-        print("\n".join(bar.text() for bar in found))
-        missed = not all(bar.passed for bar in found)
+    missed = options.bars and not print_bars(bars(result))
     return 1 if failures or missed else 0
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 import command
 import harness
 import torch
-from bars import Bar, lowest
+from bars import Bar, lowest, print_bars
 from gradients import GradientInputs, GradientReference, Gradients, gradient_bytes, gradient_flops
 from harness import Call
 from torch import Tensor
@@ -300,11 +300,7 @@ def main(arguments: list[str] | None = None) -> int:
     failures = command.report_failures(
         result, options, start, lambda row, name: result["labels"][name]
     )
-    missed = False
-    if options.bars:
-        found = bars(result)
-        print("\n".join(bar.text() for bar in found))
-        missed = not all(bar.passed for bar in found)
+    missed = options.bars and not print_bars(bars(result))
     return 1 if failures or missed else 0
 
 

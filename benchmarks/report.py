@@ -561,9 +561,7 @@ def main(arguments: list[str] | None = None) -> int:
         result = harness.read_result(options.result)
         if result["benchmark"] not in BARS:
             raise SystemExit(f"result: nothing is required of one of {result['benchmark']}")
-        required = BARS[result["benchmark"]](result)
-        print(*(bar.text() for bar in required), sep="\n")
-        return 0 if all(bar.passed for bar in required) else 1
+        return 0 if bars.print_bars(BARS[result["benchmark"]](result)) else 1
     stale = stale_files(options.files)
     for path in stale:
         if options.command == "update":

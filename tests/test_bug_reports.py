@@ -4,7 +4,8 @@ The docstrings name the reports on the public trackers of PyTorch (PT), flash-at
 xformers (XF), FlashInfer (FI), SageAttention (SA), transformers (TF), vLLM (VL), TransformerEngine
 (TE), TRL (TRL), diffusers (DF), optimum (OPT) and ComfyUI (CU), what was put in and what went
 wrong. The right answer is that of the schema in csrc/ops/library.cpp. Numbers that are missing are
-about backward (test_backward_bug_reports.py), packed sequences, paged caches or installing.
+about backward (test_backward_bug_reports.py), decoding and paged caches
+(test_decode_bug_reports.py), packed sequences (test_varlen_contract.py) or installing.
 
 Reports in float32 run in the half types on a GPU, where the kernels have no others.
 

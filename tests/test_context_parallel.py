@@ -6,15 +6,12 @@ ring made by hand of fa::forward, fa::backward and fa::merge_states.
 Run as a script, this file goes through all cases on forked ranks, as test_distributed.py does.
 """
 
-import datetime
-import subprocess
-import sys
 import warnings
 
+import gloo_ranks
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 
 if not (dist.is_available() and dist.is_gloo_available()):
     pytest.skip("torch without gloo", allow_module_level=True)
@@ -152,41 +149,14 @@ def ring(mesh, ranks):
 CASES = (sharded, replicated, context, ring)
 
 
-def run_rank(rank, ranks, seed, folder):
-    """One rank; an exception ends the others too."""
-    torch.set_num_threads(1)
+def prepare():
     warnings.simplefilter("ignore")  # torch's, on names it is about to change
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=datetime.timedelta(seconds=60),
-    )
-    mesh = dist.init_device_mesh("cpu", (ranks,))
-    for case in CASES:
-        torch.manual_seed(seed)
-        case(mesh, ranks)
-        if rank == 0:
-            print(case.__name__)
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_parts_equal_the_whole(ranks, seed, tmp_path):
-    result = subprocess.run(
-        [sys.executable, __file__, str(ranks), str(seed), tmp_path],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == [case.__name__ for case in CASES]
+    gloo_ranks.check_cases(__file__, CASES, ranks, seed, tmp_path)
 
 
 if __name__ == "__main__":
-    arguments = (int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
-    # Nothing has run yet that would have started threads, so that a fork is safe.
-    torch.multiprocessing.start_processes(
-        run_rank, arguments, nprocs=arguments[0], start_method="fork"
-    )
+    gloo_ranks.main(CASES, prepare)
