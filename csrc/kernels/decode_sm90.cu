@@ -23,6 +23,8 @@
 // a proxy fence behind them, and the fence of a thread waits for all its copies, those of later
 // tiles too.
 //
+// Shapes and units are those of decode.cu; a tile has 128 keys.
+//
 // Needs    what DecodeParams says, scale > 0, head_dim up to 128, rows of query, key and value in
 //          16-byte pieces.
 #include <cuda_runtime.h>

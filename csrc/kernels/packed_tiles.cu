@@ -2,6 +2,9 @@
 //
 //   lengths on the device  ->  tiles [num_tiles] of {sequence, block}
 //
+// Lengths, [batch + 1] starts and [batch] keys in use, count rows; a block has as many as a tile of
+// the kernel that reads the list.
+//
 // A counting sort by one CTA, which visits all tiles twice:
 //
 //   1. count   tiles of each bucket of work      2. scan   where each bucket begins
