@@ -158,6 +158,7 @@ struct KvCache {
   int64_t value_stride[3];  // page, head, row
   int64_t block_table_stride;
 
+  uint32_t num_pages;  // of all sequences
   int page_shift;  // a page has 2^page_shift rows; 31 where a sequence has only one, of any size
   int capacity;    // of a sequence; lengths outside 0 to capacity are clamped
   int seqlen_new;  // appended to every sequence by this call: they count, see launch_append_kv

@@ -16,10 +16,14 @@ struct alignas(8) PartSum {
 // would make NaN of parts without keys.
 FA_DEVICE float merge_reference(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Weight of a part: 0 without keys; NaN stays NaN. scale_log2: see OnlineSoftmax.
+// What takes the exponentials of a part from its own reference to another: 0 without keys.
+// scale_log2: see OnlineSoftmax.
+FA_DEVICE float merge_factor(const PartSum& part, float reference, float scale_log2) {
+  return part.sum == 0.f ? 0.f : ptx::ex2_approx_ftz((part.max - reference) * scale_log2);
+}
+// Weight of a part whose row is already divided by its sum. NaN stays NaN.
 FA_DEVICE float merge_weight(const PartSum& part, float reference, float scale_log2) {
-  return part.sum == 0.f ? 0.f
-                         : part.sum * ptx::ex2_approx_ftz((part.max - reference) * scale_log2);
+  return part.sum * merge_factor(part, reference, scale_log2);
 }
 
 // 1 / (sum of the weights); 0 where no part has keys, so that the row becomes 0.

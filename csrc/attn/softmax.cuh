@@ -233,14 +233,20 @@ struct OnlineSoftmax {
     return all;
   }
 
+  // Of the sums of the lanes of a quad, the sum of the row.
+  FA_DEVICE void finish_sums() {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row_sum[r] = tile::quad_sum(row_sum[r]);
+  }
+
   // Divides the rows of rO by their sums and returns their LSE. A row without a visible key gets 0
   // and -inf.
   template <int kD>
   FA_DEVICE void finalize(tile::Accumulator<kM, kD>& rO, float scale, float (&lse)[kRows]) {
     bool empty = false;
+    finish_sums();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      row_sum[r] = tile::quad_sum(row_sum[r]);
       empty |= row_sum[r] == 0.f;
       lse[r] = row_sum[r] == 0.f
                    ? -INFINITY

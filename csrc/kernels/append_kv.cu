@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kThreads)
   const int head = i / chunks, col = i % chunks * 8;
   const int64_t key = attn::keys_before(p.cache, batch_idx) + row;
   if (key < 0 || key >= p.cache.capacity) return;
-  const int64_t page = attn::page_of(p.cache, batch_idx, static_cast<int>(key));
+  const uint32_t page = attn::page_of(p.cache, batch_idx, static_cast<int>(key));
+  if (page >= p.cache.num_pages) return;
   const int64_t page_row = attn::row_in_page(p.cache, static_cast<int>(key));
   auto copy = [&](void* cache, const int64_t (&stride)[3], const void* source,
                   const int64_t (&source_stride)[3]) {

@@ -32,8 +32,8 @@
 #include "../ptx/sm90.cuh"
 #include "../tile/mma_sm90.cuh"
 #include "../tile/pipeline.cuh"
+#include "decode_keys.cuh"
 #include "decode_store.cuh"
-#include "decode_tile.cuh"
 #include "dependent_launch.cuh"
 #include "dispatch.h"
 #include "shared_memory.h"
@@ -46,10 +46,12 @@ struct DecodeSm90Config {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_;
   static constexpr Dtype kDtype = kDtype_;
   static constexpr int kThreads = 256, kCopyThreads = 128;  // that compute, that copy
+  static constexpr int kAllThreads = kThreads + kCopyThreads;
   static constexpr int kRowGroups = kBlockM / 64, kKeyWarps = 2 / kRowGroups;
   static constexpr int kBlockN = 128, kPieceN = kBlockN / kKeyWarps;  // keys of a warpgroup
   static constexpr int kStages = 384 / kHeadDim;                      // 192 KiB
   static constexpr int kRowTiles = 1, kOutCols = kHeadDim + 8;
+  static constexpr bool kSpareRegisters = true;  // see KvLoader
   // The register file is dealt out again between those that copy and those that compute.
   static constexpr int kCopyRegisters = 56, kComputeRegisters = 224;
 
@@ -67,15 +69,17 @@ struct DecodeSm90Config {
     };
     alignas(1024) uint16_t sQ[kBlockM * kHeadDim];
     uint64_t full_q, full_k[kStages], full_v[kStages], empty_k[kStages], empty_v[kStages];
-    int first_key, end_key;  // see narrow_to_mask
-    int table[kTablePages];  // see ask_for_table
+    int first_key, end_key;    // see narrow_to_mask
+    int keys_before;           // see look
+    int full_first, full_end;  // see compute
+    int table[kTablePages];    // see look
   };
   static_assert(sizeof(SharedStorage) <= 227 << 10);
 
   using Ring = tile::RingPosition<kStages>;
   using CopyKv = tile::PanelCopy<kBlockN, kHeadDim, kCopyThreads, kPieceN>;
   using CopyQ = tile::PanelCopy<kBlockM, kHeadDim, kCopyThreads, kBlockM>;
-  static constexpr int kCopyQThreads = kThreads + kCopyThreads;  // all that get to load_query
+  static constexpr int kCopyQThreads = kAllThreads;  // all that get to QueryLoader::load
   using Output = tile::Accumulator<1, kHeadDim / 8>;
   using Scores = tile::Accumulator<1, kPieceN / 8>;
   using Softmax = attn::OnlineSoftmax<1, false>;
@@ -89,14 +93,18 @@ FA_DEVICE void wait(uint64_t& barrier, uint32_t phase) {
 }
 
 template <class Config>
-FA_DEVICE void init_barriers(typename Config::SharedStorage& smem) {
+FA_DEVICE void init_barriers(typename Config::SharedStorage& smem, bool again) {
+  const auto init = [&](uint64_t& barrier, int count) {
+    if (again) ptx::mbarrier_inval(ptx::smem_addr(&barrier));
+    ptx::mbarrier_init(ptx::smem_addr(&barrier), count);
+  };
   if (threadIdx.x == 0) {
-    ptx::mbarrier_init(ptx::smem_addr(&smem.full_q), Config::kCopyThreads);
+    init(smem.full_q, Config::kCopyThreads);
     for (int s = 0; s < Config::kStages; ++s) {
-      ptx::mbarrier_init(ptx::smem_addr(&smem.full_k[s]), Config::kCopyThreads);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.full_v[s]), Config::kCopyThreads);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.empty_k[s]), Config::kThreads / 32);
-      ptx::mbarrier_init(ptx::smem_addr(&smem.empty_v[s]), Config::kThreads / 32);
+      init(smem.full_k[s], Config::kCopyThreads);
+      init(smem.full_v[s], Config::kCopyThreads);
+      init(smem.empty_k[s], Config::kThreads / 32);
+      init(smem.empty_v[s], Config::kThreads / 32);
     }
     ptx::fence_mbarrier_init();
   }
@@ -105,31 +113,65 @@ FA_DEVICE void init_barriers(typename Config::SharedStorage& smem) {
 
 // The warpgroup that copies.
 template <class Config>
-FA_DEVICE void copy_tiles(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
-                          const TileRange& tiles, const int* table,
-                          typename Config::SharedStorage& smem) {
-  const auto signal = [](uint64_t& barrier) {
+struct Copier {
+  using Loader = KvLoader<Config>;
+  using Storage = typename Config::SharedStorage;
+
+  FA_DEVICE Copier(const DecodeParams& params, const View& what, Storage& storage)
+      : view(what), smem(storage), loader(params, what, /*rows_aligned=*/true, /*row_of_tile=*/0) {}
+
+  static FA_DEVICE void signal(uint64_t& barrier) {
     ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_addr(&barrier));
-  };
-  if (tiles.begin >= tiles.end) return;  // nobody waits for Q
-  load_query<Config>(p, prepared, t, reinterpret_cast<unsigned char*>(smem.sQ));
-  signal(smem.full_q);
-  const KvLoader<Config> loader(p, t, /*rows_aligned=*/true, table);
-  typename KvLoader<Config>::Pages next_pages = loader.find_pages(tiles.begin);
-  typename Config::Ring pos;
-#pragma unroll 1
-  for (int tile = tiles.begin; tile < tiles.end; ++tile, pos.advance()) {
-    const typename KvLoader<Config>::Pages pages = next_pages;
-    next_pages = loader.find_pages(tile + 1);
-    auto& stage = smem.stages[pos.stage()];
-    wait(smem.empty_k[pos.stage()], pos.phase() ^ 1);
-    loader.load_keys(tile, pages, reinterpret_cast<unsigned char*>(stage.sK));
-    signal(smem.full_k[pos.stage()]);
-    wait(smem.empty_v[pos.stage()], pos.phase() ^ 1);
-    loader.load_values(tile, pages, reinterpret_cast<unsigned char*>(stage.sV));
-    signal(smem.full_v[pos.stage()]);
   }
-}
+
+  FA_DEVICE void load_keys(int tile, int stage) {
+    loader.load_keys(tile, next_pages, smem.stages[stage].sK);
+    signal(smem.full_k[stage]);
+  }
+  FA_DEVICE void load_values(int tile, int stage) {
+    loader.load_values(tile, next_pages, smem.stages[stage].sV);
+    signal(smem.full_v[stage]);
+    next_pages = loader.find_pages(tile + 1);
+  }
+  FA_DEVICE void load_query(const QueryLoader<Config>& query) {
+    query.load(reinterpret_cast<unsigned char*>(smem.sQ));
+    signal(smem.full_q);
+  }
+
+  // The first tile, if there is one, waits for no stage.
+  FA_DEVICE void begin() {
+    const TileRange& tiles = view.tiles;
+    if (tiles.begin >= tiles.end) return;
+    next_pages = loader.find_pages(tiles.begin);
+    load_keys(tiles.begin, 0);
+    load_values(tiles.begin, 0);
+  }
+
+  // Waits until nothing of this is under way.
+  FA_DEVICE void finish() {
+    wait(smem.full_q, 0);
+    if (view.tiles.begin >= view.tiles.end) return;
+    wait(smem.full_k[0], 0);
+    wait(smem.full_v[0], 0);
+  }
+
+  FA_DEVICE void go_on() {
+    typename Config::Ring pos;
+#pragma unroll 1
+    for (int tile = view.tiles.begin + 1; tile < view.tiles.end; ++tile) {
+      pos.advance();
+      wait(smem.empty_k[pos.stage()], pos.phase() ^ 1);
+      load_keys(tile, pos.stage());
+      wait(smem.empty_v[pos.stage()], pos.phase() ^ 1);
+      load_values(tile, pos.stage());
+    }
+  }
+
+  const View& view;
+  Storage& smem;
+  const Loader loader;
+  typename Loader::TilePages next_pages;
+};
 
 // The two warpgroups that compute.
 template <class Config>
@@ -139,10 +181,16 @@ FA_DEVICE void compute(const DecodeParams& p, const Prepared& prepared, const Ro
   constexpr int kPieceN = Config::kPieceN;
   constexpr Dtype kDtype = Config::kDtype;
   using Ring = typename Config::Ring;
+  if (threadIdx.x == 0) {  // there are no registers for them
+    smem.full_first = t.full_first;
+    smem.full_end = t.full_end;
+  }
+  ptx::bar_sync(1, Config::kThreads);
   const TileRange tiles = {uniform(range.begin), uniform(range.end)};
-  const int lane = ptx::lane_id(), warpgroup = uniform(threadIdx.x / 128);
+  const int warpgroup = uniform(threadIdx.x / 128);
   const int row_group = warpgroup / Config::kKeyWarps, key_group = warpgroup % Config::kKeyWarps;
-  const int warp_row = row_group * 64 + threadIdx.x / 32 % 4 * 16;
+  // Of the warp's first row; found again where it is needed.
+  const auto warp_row = [] { return ptx::thread_index_again() / 32 % (kBlockM / 16) * 16; };
   const float scale_log2 = p.scale * kLog2E;
 
   typename Config::Output rO;
@@ -180,8 +228,8 @@ FA_DEVICE void compute(const DecodeParams& p, const Prepared& prepared, const Ro
     tile::pin(rS);
     release(smem.empty_k[pos.stage()]);
     const int key = tile * kBlockN + key_group * kPieceN;
-    if (key < t.full_first || key + kPieceN > t.full_end)
-      hide<Config>(rS, p, prepared, t, warp_row, key);
+    if (key < smem.full_first || key + kPieceN > smem.full_end)
+      hide<Config>(rS, p, prepared, t, warp_row(), key);
     softmax.scan_max(rS);
     const bool outgrown = softmax.advance_reference(scale_log2, alpha);
     softmax.exponentiate(rS, scale_log2);
@@ -226,13 +274,12 @@ FA_DEVICE void compute(const DecodeParams& p, const Prepared& prepared, const Ro
     tile::pin(rO);
   }
 
-  // ---- O and LSE of every warp, through the ring.
-  float lse[2];  // of the warp's keys alone: not used
-  softmax.finalize(rO, p.scale, lse);
+  // ---- O of every warp, through the ring.
+  softmax.finish_sums();
   ptx::bar_sync(1, Config::kThreads);  // both have left the ring
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = warp_row + lane / 4 + 8 * r;
+    const int lane = ptx::lane_id(), row = warp_row() + lane / 4 + 8 * r;
     if (lane % 4 == 0) smem.after.sums[key_group][row] = {softmax.row_max[r], softmax.row_sum[r]};
 #pragma unroll
     for (int d = 0; d < kHeadDim / 8; ++d)
@@ -244,26 +291,52 @@ FA_DEVICE void compute(const DecodeParams& p, const Prepared& prepared, const Ro
 }
 
 template <class Config>
-__global__ void __launch_bounds__(Config::kThreads + Config::kCopyThreads, 1)
+__global__ void __launch_bounds__(Config::kAllThreads, 1)
     decode_sm90_kernel(const __grid_constant__ DecodeParams p,
                        const __grid_constant__ Prepared prepared) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char smem_raw[];
   auto& smem = *reinterpret_cast<typename Config::SharedStorage*>(smem_raw);
   let_kernel_after_start();  // first, as in decode.cu
-  init_barriers<Config>(smem);
-  wait_for_kernels_before();
-  const int* table = ask_for_table<Config>(p, smem);
-  RowTile t = row_tile<Config>(p, prepared);
-  if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, t);
-  const TileRange tiles = tiles_of_split(t, Config::kBlockN, blockIdx.y, prepared.splits);
-  wait_for_table(table);
-  if (ptx::warpgroup_id() == 2) {
+  const bool copies = ptx::warpgroup_id() == 2;
+  View view;
+  view.t = row_tile<Config>(p, prepared);
+  const QueryLoader<Config> query(p, prepared, view.t);
+  Copier<Config> copier(p, view, smem);
+  const bool ahead = looks_ahead(p, prepared), compares = ahead && looks_up(p);
+  if (!ahead) wait_for_kernels_before();
+  init_barriers<Config>(smem, /*again=*/false);
+  look<Config>(p, prepared, smem, view);
+  if (ahead) wait_for_kernels_before();
+  // By both roles, each at its own barriers: those count warps, wherever these come from.
+  const auto has_changed = [&](bool differs) { return compares && __syncthreads_or(differs) != 0; };
+  const auto look_again = [&] {
+    __syncthreads();  // no copy is under way
+    init_barriers<Config>(smem, /*again=*/true);
+    look<Config>(p, prepared, smem, view);
+  };
+  if (copies) {
+    copier.load_query(query);
     ptx::setmaxnreg_dec<Config::kCopyRegisters>();
-    copy_tiles<Config>(p, prepared, t, tiles, table, smem);
+    copier.begin();
+    if (has_changed(false)) {  // the others find out
+      copier.finish();
+      look_again();
+      copier.signal(smem.full_q);
+      copier.begin();
+    }
+    copier.go_on();
+    wait(smem.full_q, 0);  // which without keys nobody else does
   } else {
     ptx::setmaxnreg_inc<Config::kComputeRegisters>();
-    compute<Config>(p, prepared, t, tiles, smem);
+    Lookup<Config::kThreads> now;
+    const bool asks = compares && now.has_part(view);
+    if (asks) {
+      now.ask_for_length(p, view);
+      now.ask_for_pages(p, view);
+    }
+    if (has_changed(asks && differs(now, view, smem))) look_again();
+    compute<Config>(p, prepared, view.t, view.tiles, smem);
   }
 #endif
 }
@@ -285,7 +358,7 @@ DecodeShape describe_decode_sm90(int head_dim, int rows) {
   DecodeShape shape{};
   decode::dispatch_tile_sm90(head_dim, rows, [&](auto d, auto m) {
     using Config = decode::DecodeSm90Config<d(), m(), Dtype::kFloat16>;
-    shape = {{Config::kBlockM, Config::kBlockN, Config::kThreads + Config::kCopyThreads,
+    shape = {{Config::kBlockM, Config::kBlockN, Config::kAllThreads,
               int{sizeof(typename Config::SharedStorage)}},
              Config::kHeadDim};
     return cudaSuccess;
@@ -305,8 +378,8 @@ cudaError_t launch_decode_sm90(const DecodeParams& p, cudaStream_t stream) {
         return allowed;
       }
       return launch_kernel(LaunchFeatures::kSm90, decode::decode_sm90_kernel<Config>,
-                           decode::grid_of<Config>(p), Config::kThreads + Config::kCopyThreads,
-                           kBytes, stream, p, decode::prepare(p));
+                           decode::grid_of<Config>(p), Config::kAllThreads, kBytes, stream, p,
+                           decode::prepare(p, Config::kBlockN));
     });
   });
   if (status != cudaSuccess || p.num_splits == 1) return status;

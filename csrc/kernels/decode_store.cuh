@@ -38,13 +38,15 @@ FA_DEVICE MergedRow merge_warps(const typename Config::SharedStorage& smem, int 
   MergedRow merged{};
 #pragma unroll
   for (int w = 0; w < Config::kKeyWarps; ++w) {
-    const float weight = attn::merge_weight(smem.after.sums[w][row], reference, scale_log2);
+    const attn::PartSum part = smem.after.sums[w][row];
+    const float factor = attn::merge_factor(part, reference, scale_log2);
     const auto* x = reinterpret_cast<const float4*>(&smem.after.sO[w][row][col]);
     const float4 low = x[0], high = x[1];
     const float values[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    sum += weight;
+    sum += factor * part.sum;
+    // Without keys not 0 * value: a hidden V may have brought a NaN.
 #pragma unroll
-    for (int e = 0; e < 8; ++e) merged.x[e] += weight * values[e];
+    for (int e = 0; e < 8; ++e) merged.x[e] += part.sum == 0.f ? 0.f : factor * values[e];
   }
   const float inverse = attn::merge_inverse(sum);
 #pragma unroll

@@ -1,5 +1,5 @@
-// The tiles of decode.cu: shapes and shared memory, the rows and the keys of a CTA, and how Q, K
-// and V get to shared memory.
+// The tiles of decode.cu: shapes and shared memory, the rows of a CTA and the keys that they see,
+// and how Q gets to shared memory.
 #pragma once
 #include <type_traits>
 
@@ -22,9 +22,10 @@ struct DecodeTile {
   int stages;
 };
 
-// A CTA has an SM of 9.0 to itself, with 192 KiB for its ring (large); elsewhere it makes do with
-// 96 KiB, which every device has. Two 16-row tiles a warp read keys and values from shared memory
-// half as often; at head_dim 256 there are no registers for them.
+// A CTA has an SM of 9.0 to itself, with 192 KiB for its ring (large). On other devices, and where
+// so many CTAs follow each other that two at once are better, it makes do with 96 KiB. Two 16-row
+// tiles a warp read keys and values from shared memory half as often; at head_dim 256 there are no
+// registers for them.
 constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
   const int row_tiles = block_m > 16 && head_dim <= 128 ? 2 : 1;
   const int row_warps = block_m / (16 * row_tiles), warps = large ? 8 : 4;
@@ -35,7 +36,11 @@ constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
   return DecodeTile{row_tiles, row_warps, key_warps, block_n, piece_n, /*stages=*/3};
 }
 
-constexpr int kTablePages = 512;  // of a sequence, in shared memory
+constexpr int kTilesApart = 16;   // see attend
+constexpr int kTablePages = 512;  // in shared memory
+
+// How much of a sequence's row of the block table fits shared memory.
+enum class Pages { kOfSequence, kOfSplit, kInGlobal };
 
 // What the host finds out for all CTAs.
 struct Prepared {
@@ -44,16 +49,26 @@ struct Prepared {
   attn::FastDivide splits;  // num_splits
   bool aligned;             // rows of query, key and value come in pieces of 16 bytes
   bool out_aligned;         // those of out too
-  bool prefetch;            // the kernel before leaves room for this one to start beside it
+  Pages pages;
+  int pages_of_sequence;
+  bool prefetch;  // the kernel before leaves room for this one to start beside it
 };
 
-inline Prepared prepare(const DecodeParams& p, bool prefetch = false) {
+inline Prepared prepare(const DecodeParams& p, int block_n, bool prefetch = false) {
   const bool whole = p.head_dim % 8 == 0;
+  // A split has this many tiles at most; its first and last key may be inside of a page.
+  const int64_t tiles = (int64_t{p.cache.capacity} + block_n - 1) / block_n;
+  const int64_t keys = (tiles + p.num_splits - 1) / p.num_splits * block_n;
+  const int pages = ((p.cache.capacity - 1) >> p.cache.page_shift) + 1;
   return {attn::FastDivide(p.heads_k),
           attn::FastDivide(p.heads_q / p.heads_k),
           attn::FastDivide(p.num_splits),
           inputs_in_pieces(p),
           whole && in_pieces(p.out, p.out_stride),
+          pages <= kTablePages                              ? Pages::kOfSequence
+          : (keys >> p.cache.page_shift) + 2 <= kTablePages ? Pages::kOfSplit
+                                                            : Pages::kInGlobal,
+          pages,
           prefetch};
 }
 
@@ -73,11 +88,14 @@ struct DecodeConfig {
   static constexpr int kRowTiles = kTile.row_tiles, kWarpRows = 16 * kRowTiles;
   static constexpr int kRowWarps = kTile.row_warps, kKeyWarps = kTile.key_warps;
   static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
+  static constexpr int kAllThreads = kThreads;
+  static constexpr int kKeyThreads = 32 * kRowWarps;  // that read the same keys, and copy them
   static constexpr int kBlockN = kTile.block_n, kWarpN = kBlockN / kKeyWarps;
   static constexpr int kStages = kTile.stages;
   static constexpr int kPieceN = kTile.piece_n, kPieces = kWarpN / kPieceN;
   static constexpr int kOutCols = kHeadDim + 8;  // rows of a quad's columns in different banks
   static_assert(kRowWarps * kWarpRows == kBlockM && kPieces * kPieceN == kWarpN);
+  static constexpr bool kSpareRegisters = kHeadDim <= 128 && kBlockM == 16;  // see KvLoader
 
   struct Stage {
     uint16_t sK[kBlockN][kHeadDim];
@@ -105,12 +123,13 @@ struct DecodeConfig {
     };
     alignas(16) std::conditional_t<kClusters, Parts, NoParts> parts;  // see store_in_cluster
     int first_key, end_key;                                           // see narrow_to_mask
-    int table[kTablePages];                                           // see ask_for_table
+    int keys_before;                                                  // see look
+    int table[kTablePages];                                           // see look
   };
   static_assert(sizeof(SharedStorage) <= (kLarge ? 227 << 10 : 99 << 10));
   static_assert(sizeof(uint16_t[kBlockM][kHeadDim]) <= sizeof(Stage));
 
-  using CopyKv = tile::TileCopy<kBlockN, kHeadDim, kThreads>;
+  using CopyKv = tile::TileCopy<kWarpN, kHeadDim, kKeyThreads>;
   static constexpr int kCopyQThreads = kThreads < 8 * kBlockM ? kThreads : 8 * kBlockM;
   using CopyQ = tile::TileCopy<kBlockM, kHeadDim, kCopyQThreads>;
   using Output = tile::Accumulator<kRowTiles, kHeadDim / 8>;  // [kWarpRows][kHeadDim]
@@ -128,7 +147,9 @@ struct RowTile {
   int batch_idx;
   int kv_head_idx;
   int row_begin;
-  int rows;          // of the whole problem: row_begin + kBlockM may be past them
+  int rows;  // of the whole problem: row_begin + kBlockM may be past them
+
+  // What depends on the length of the sequence: see see_keys.
   int length;        // keys of the sequence
   int64_t diagonal;  // as in FwdParams
   // As in attn::KeyRange, over all rows.
@@ -147,13 +168,18 @@ FA_DEVICE int end_key(const DecodeParams& p, const RowTile& t, int token) {
 
 template <class Config>
 FA_DEVICE RowTile row_tile(const DecodeParams& p, const Prepared& prepared) {
-  RowTile t;
+  RowTile t{};
   const int m_block = prepared.heads.quotient(blockIdx.x);
   t.kv_head_idx = blockIdx.x - m_block * p.heads_k;
   t.batch_idx = blockIdx.z;
   t.row_begin = m_block * Config::kBlockM;
   t.rows = p.seqlen_q * static_cast<int>(prepared.group.divisor);
-  t.length = attn::sequence_length(p.cache, t.batch_idx);
+  return t;
+}
+
+template <class Config>
+FA_DEVICE void see_keys(const DecodeParams& p, const Prepared& prepared, int length, RowTile& t) {
+  t.length = length;
   t.diagonal = int64_t{t.length} - p.seqlen_q + p.diagonal_shift;
   const int top = prepared.group.quotient(t.row_begin);
   const int bottom = prepared.group.quotient(min(t.row_begin + Config::kBlockM, t.rows) - 1);
@@ -161,7 +187,6 @@ FA_DEVICE RowTile row_tile(const DecodeParams& p, const Prepared& prepared) {
   t.end = end_key(p, t, bottom);
   t.full_first = first_key(p, t, bottom);
   t.full_end = end_key(p, t, top);
-  return t;
 }
 
 FA_DEVICE const uint8_t* mask_row(const DecodeParams& p, const RowTile& t, int token) {
@@ -226,39 +251,6 @@ FA_DEVICE void narrow_to_mask(const DecodeParams& p, const Prepared& prepared,
   t.full_first = t.full_end = t.end;
 }
 
-// Tiles [begin, end) of a split: all splits have the same number of them, or one less.
-struct TileRange {
-  int begin;
-  int end;
-};
-FA_DEVICE TileRange tiles_of_split(const RowTile& t, int block_n, int split,
-                                   const attn::FastDivide& splits) {
-  const int first = t.first / block_n;
-  const int tiles = t.end > t.first ? (t.end - 1) / block_n + 1 - first : 0;
-  const int each = splits.quotient(tiles), more = tiles - each * static_cast<int>(splits.divisor);
-  const int begin = first + split * each + min(split, more);
-  return {begin, begin + each + (split < more)};
-}
-
-// The row of the block table of the CTA's sequence: in shared memory, where it fits, since a load
-// for each tile would come behind that of the length, and the keys behind both.
-template <class Config>
-FA_DEVICE const int* ask_for_table(const DecodeParams& p, typename Config::SharedStorage& smem) {
-  if (p.cache.block_table == nullptr) return nullptr;
-  const int* row = p.cache.block_table + blockIdx.z * p.cache.block_table_stride;
-  const int pages = ((p.cache.capacity - 1) >> p.cache.page_shift) + 1;
-  if (pages > kTablePages) return row;
-  for (int i = threadIdx.x; i < pages; i += Config::kThreads)
-    ptx::cp_async_ca_4(ptx::smem_addr(&smem.table[i]), row + i, /*valid=*/true);
-  return smem.table;
-}
-FA_DEVICE void wait_for_table(const int* table) {
-  if (table == nullptr) return;
-  ptx::cp_async_commit_group();
-  ptx::cp_async_wait_group<0>();
-  __syncthreads();  // all of it is there
-}
-
 // 16 bytes of a row whose elements start anywhere, columns past head_dim as zeros. For the caches
 // and queries that cp.async cannot take: rare, so it is written to be small.
 FA_DEVICE void copy_elements(unsigned char* target, const uint16_t* source, int columns) {
@@ -267,131 +259,47 @@ FA_DEVICE void copy_elements(unsigned char* target, const uint16_t* source, int 
     reinterpret_cast<uint16_t*>(target)[e] = e < columns ? source[e] : uint16_t{0};
 }
 
-// One thread's part in the copies of tiles of keys and values to the ring.
+// One thread's part in the copy of Q, whose addresses are found before the wait for other kernels.
 template <class Config>
-struct KvLoader {
-  using Copy = typename Config::CopyKv;
+struct QueryLoader {
+  using Copy = typename Config::CopyQ;
 
-  // Pages of the thread's keys of one tile, found ahead of the copies that need them.
-  struct Pages {
-    int index[Copy::kSteps];
-  };
-
-  // pages_of_sequence: its row of the block table, or null without one.
-  FA_DEVICE KvLoader(const DecodeParams& params, const RowTile& row_tile, bool rows_aligned,
-                     const int* pages_of_sequence)
-      : p(params), t(row_tile), aligned(rows_aligned), table(pages_of_sequence) {}
-
-  FA_DEVICE int key_of_step(int tile, int i) const {
-    return tile * Config::kBlockN + Copy::row(ptx::thread_index_again()) + i * Copy::kRowStep;
-  }
-  FA_DEVICE bool visible(int key) const { return key >= t.first && key < t.end; }
-
-  FA_DEVICE Pages find_pages(int tile) const {
-    Pages pages;
+  FA_DEVICE QueryLoader(const DecodeParams& params, const Prepared& prepared, const RowTile& t)
+      : p(params), aligned(prepared.aligned), col(Copy::col(threadIdx.x)) {
+    const int group = prepared.group.divisor;
 #pragma unroll
     for (int i = 0; i < Copy::kSteps; ++i) {
-      const int key = key_of_step(tile, i);
-      pages.index[i] = visible(key) ? page_of(key) : 0;
-    }
-    return pages;
-  }
-
-  // Asks L2 for a tile of a cache without pages. No value is taken, so that kernels before this one
-  // may still be writing them.
-  FA_DEVICE void prefetch(int tile) const {
-    const int chunk = threadIdx.x % 8, line = chunk % 4;  // of keys, from 4 on of values
-    if (line >= Copy::kLines || line * 64 >= p.head_dim) return;
-    const void* tensor = chunk < 4 ? p.cache.key : p.cache.value;
-    const auto& stride = chunk < 4 ? p.cache.key_stride : p.cache.value_stride;
-    const uint16_t* source = static_cast<const uint16_t*>(tensor) + t.batch_idx * stride[0] +
-                             t.kv_head_idx * stride[1] + line * 64;
-#pragma unroll
-    for (int i = 0; i < Copy::kSteps; ++i) {
-      const int key = key_of_step(tile, i);
-      if (visible(key)) ptx::prefetch_global_l2(source + key * stride[2]);
+      const int row = t.row_begin + Copy::row(threadIdx.x) + i * Copy::kRowStep;
+      const int token = prepared.group.quotient(row),
+                head = t.kv_head_idx * group + (row - token * group);
+      exists[i] = row < t.rows;
+      rows[i] = static_cast<const uint16_t*>(p.query) + t.batch_idx * p.query_stride[0] +
+                head * p.query_stride[1] + token * p.query_stride[2] + col;
     }
   }
 
-  // Rows of one tile of keys, or of values, to `target` in shared memory.
-  FA_DEVICE void load_keys(int tile, const Pages& pages, unsigned char* target) const {
-    load_rows(p.cache.key, p.cache.key_stride, tile, pages, target);
-  }
-  FA_DEVICE void load_values(int tile, const Pages& pages, unsigned char* target) const {
-    load_rows(p.cache.value, p.cache.value_stride, tile, pages, target);
-  }
-
- private:
-  FA_DEVICE void load_rows(const void* tensor, const int64_t (&stride)[3], int tile,
-                           const Pages& pages, unsigned char* target) const {
-    // All that is the same for every tile is found again, and takes no registers in between.
-    const int thread = ptx::thread_index_again(), col = Copy::col(thread);
-    target += Copy::smem_offset(thread);
-    const uint32_t address = ptx::smem_addr(target);
-    const uint16_t* source = static_cast<const uint16_t*>(tensor) + t.kv_head_idx * stride[1] + col;
-    if (!aligned) {
-#pragma unroll 1
-      for (int i = 0; i < Copy::kSteps; ++i) {
-        const int key = key_of_step(tile, i);
-        // Not pages.index[i]: an index found at run time would move the array to local memory.
-        const int64_t page = visible(key) ? page_of(key) : 0;
-        const uint16_t* row =
-            source + page * stride[0] + int64_t{attn::row_in_page(p.cache, key)} * stride[2];
+  FA_DEVICE void load(unsigned char* sQ) const {
+    if (threadIdx.x >= Config::kCopyQThreads) return;
+    const uint32_t start = Copy::smem_offset(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < Copy::kSteps; ++i) {
+      if (aligned) {
+        Copy::load_step(ptx::smem_addr(sQ) + start, rows[i], i, col, p.head_dim, exists[i]);
+      } else {
 #pragma unroll 1
         for (int line = 0; line < Copy::kLines; ++line)
-          copy_elements(target + Copy::offset(i, line), row + line * 64,
-                        visible(key) ? p.head_dim - col - line * 64 : 0);
-      }
-    } else if (p.cache.block_table == nullptr) {
-      source += int64_t{t.batch_idx} * stride[0] + int64_t{key_of_step(tile, 0)} * stride[2];
-#pragma unroll
-      for (int i = 0; i < Copy::kSteps; ++i, source += Copy::kRowStep * stride[2])
-        Copy::load_step(address, source, i, col, p.head_dim, visible(key_of_step(tile, i)));
-    } else {
-#pragma unroll
-      for (int i = 0; i < Copy::kSteps; ++i) {
-        const int key = key_of_step(tile, i);
-        const uint16_t* row = source + int64_t{pages.index[i]} * stride[0] +
-                              int64_t{attn::row_in_page(p.cache, key)} * stride[2];
-        Copy::load_step(address, row, i, col, p.head_dim, visible(key));
+          copy_elements(sQ + Copy::place(start, i, line), rows[i] + line * 64,
+                        exists[i] ? p.head_dim - col - line * 64 : 0);
       }
     }
-  }
-
-  FA_DEVICE int page_of(int key) const {
-    return table == nullptr ? t.batch_idx : table[key >> p.cache.page_shift];
   }
 
   const DecodeParams& p;
-  const RowTile& t;
   const bool aligned;
-  const int* const table;
+  const int col;
+  const uint16_t* rows[Copy::kSteps];
+  bool exists[Copy::kSteps];
 };
-
-template <class Config>
-FA_DEVICE void load_query(const DecodeParams& p, const Prepared& prepared, const RowTile& t,
-                          unsigned char* sQ) {
-  using Copy = typename Config::CopyQ;
-  const int thread = threadIdx.x, col = Copy::col(thread), group = prepared.group.divisor;
-  if (thread >= Config::kCopyQThreads) return;
-  sQ += Copy::smem_offset(thread);
-#pragma unroll
-  for (int i = 0; i < Copy::kSteps; ++i) {
-    const int row = t.row_begin + Copy::row(thread) + i * Copy::kRowStep;
-    const int token = prepared.group.quotient(row),
-              head = t.kv_head_idx * group + (row - token * group);
-    const uint16_t* gQ = static_cast<const uint16_t*>(p.query) + t.batch_idx * p.query_stride[0] +
-                         head * p.query_stride[1] + token * p.query_stride[2] + col;
-    if (prepared.aligned) {
-      Copy::load_step(ptx::smem_addr(sQ), gQ, i, col, p.head_dim, row < t.rows);
-    } else {
-#pragma unroll 1
-      for (int line = 0; line < Copy::kLines; ++line)
-        copy_elements(sQ + Copy::offset(i, line), gQ + line * 64,
-                      row < t.rows ? p.head_dim - col - line * 64 : 0);
-    }
-  }
-}
 
 // Folds what is special about a scale <= 0 into Q, exactly, so that the main loop sees a positive
 // one: negative, the signs change; zero, Q becomes 0 * Q and the scale 1.

@@ -8,8 +8,15 @@
 
 namespace fa {
 
-// Until the kernels before this one on the stream have finished and their writes are visible. Comes
-// before the first access to global memory.
+// Whether a kernel may start while those before it on the stream still run.
+#if __CUDA_ARCH__ >= 900
+constexpr bool kStartsEarly = true;
+#else
+constexpr bool kStartsEarly = false;
+#endif
+
+// Until the kernels before this one on the stream have finished and their writes are visible. What
+// is read from global memory earlier may have changed since.
 FA_DEVICE void wait_for_kernels_before() {
 #if __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();

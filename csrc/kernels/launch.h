@@ -98,22 +98,27 @@ struct DecodeShape {
   KernelShape kernel;
   int cols_rounded;  // the instance of head_dim
 };
-// rows: seqlen_q times the query heads of a group. More than block_m take several CTAs.
-DecodeShape describe_decode(int head_dim, int rows, LaunchFeatures features);
+// rows: seqlen_q times the query heads of a group. More than block_m take several CTAs. large: a
+// CTA has an SM to itself; only in code for sm_90a, which has the others for up to kMaxSmallRows
+// rows.
+constexpr int kMaxSmallRows = 32;
+DecodeShape describe_decode(int head_dim, int rows, bool large);
 // How many clusters of num_splits CTAs run at once on the current device; 0 where the kernel does
 // not merge in clusters or they are too large: one of 8 starts later than its merging saves. Asks
 // the driver once and then knows.
 constexpr int kMaxCluster = 4;
-int decode_clusters(int head_dim, int rows, int num_splits, LaunchFeatures features);
+int decode_clusters(int head_dim, int rows, int num_splits, bool large);
 // batch is at most 65535, num_splits 128, heads_k * ceil(rows / block_m) at most 2^31 - 1.
-cudaError_t launch_decode(const DecodeParams& params, LaunchFeatures features, cudaStream_t stream);
+cudaError_t launch_decode(const DecodeParams& params, bool large, LaunchFeatures features,
+                          cudaStream_t stream);
 // The same on Hopper (wgmma, sm_90a): scale > 0, head_dim up to 128, rows of query, key and value
 // in 16-byte pieces, also where head_dim is no multiple of 8.
 DecodeShape describe_decode_sm90(int head_dim, int rows);
 cudaError_t launch_decode_sm90(const DecodeParams& params, cudaStream_t stream);
 cudaError_t launch_combine(const DecodeParams& params, LaunchFeatures features,
                            cudaStream_t stream);
-// Writes new keys and values to the cache. Those past its capacity are dropped.
+// Writes new keys and values to the cache. Those past its capacity, or in no page of it, are
+// dropped.
 cudaError_t launch_append_kv(const AppendParams& params, LaunchFeatures features,
                              cudaStream_t stream);
 

@@ -125,8 +125,10 @@ std::string forward_kernel_cuda(const at::Tensor& query, const at::Tensor& key,
   };
   if (plan.decode_reason != nullptr) {
     const DecodeChoice& choice = plan.decode_choice;
-    return text(choice.hopper ? "decode_sm90 " : "decode ", choice.shape.kernel) + ", " +
-           std::to_string(choice.num_splits) + (choice.num_splits == 1 ? " split" : " splits") +
+    return text(choice.kernel == DecodeKernel::kHopper ? "decode_sm90 " : "decode ",
+                choice.shape.kernel) +
+           ", " + std::to_string(choice.num_splits) +
+           (choice.num_splits == 1 ? " split" : " splits") +
            (choice.in_cluster ? " in a cluster: " : ": ") + plan.decode_reason;
   }
   const int head_dim = static_cast<int>(plan.problem.head_dim);

@@ -181,9 +181,10 @@ inline at::Tensor allocate_parts(DecodeParams& params, const DecodeChoice& choic
 inline cudaError_t launch_chosen(const DecodeParams& params, const DecodeChoice& choice,
                                  const Device& device, cudaStream_t stream) {
 #if FA_WITH_SM90A
-  if (choice.hopper) return launch_decode_sm90(params, stream);
+  if (choice.kernel == DecodeKernel::kHopper) return launch_decode_sm90(params, stream);
 #endif
-  return launch_decode(params, launch_features(device), stream);
+  return launch_decode(params, choice.kernel == DecodeKernel::kLarge, launch_features(device),
+                       stream);
 }
 
 }  // namespace fa

@@ -10,9 +10,12 @@ inline LaunchFeatures launch_features(const Device& device) {
                                                           : LaunchFeatures::kSm80;
 }
 
+// Those of decode.cu, two CTAs to an SM or one, and that of decode_sm90.cu.
+enum class DecodeKernel { kSmall, kLarge, kHopper };
+
 // Which of the decoding kernels takes a call, its tile, and how the keys are split.
 struct DecodeChoice {
-  bool hopper;
+  DecodeKernel kernel;
   DecodeShape shape;
   int num_splits = 1;
   bool in_cluster = false;  // the splits merge in the kernel itself
@@ -29,10 +32,12 @@ inline DecodeChoice choose_decode(const DecodeParams& p, const Device& device) {
 #if FA_WITH_SM90A
   if (features == LaunchFeatures::kSm90 && rows > 32 && p.head_dim <= 128 && p.scale > 0.f &&
       inputs_in_pieces(p)) {
-    return {true, describe_decode_sm90(p.head_dim, rows)};
+    return {DecodeKernel::kHopper, describe_decode_sm90(p.head_dim, rows)};
   }
 #endif
-  return {false, describe_decode(p.head_dim, rows, features)};
+  const bool large = features == LaunchFeatures::kSm90;
+  return {large ? DecodeKernel::kLarge : DecodeKernel::kSmall,
+          describe_decode(p.head_dim, rows, large)};
 }
 
 constexpr int64_t kMaxSplits = 128;
@@ -48,12 +53,25 @@ inline int invariant_splits(int64_t rows, int64_t keys) {
 // than single CTAs do.
 inline bool merges_in_cluster(const DecodeChoice& choice, const DecodeParams& p, int64_t splits,
                               const Device& device) {
-  if (choice.hopper || splits == 1 || splits > kMaxCluster) return false;
+  if (choice.kernel != DecodeKernel::kLarge || splits == 1 || splits > kMaxCluster) return false;
   const int rows = static_cast<int>(rows_of(p));
   const int64_t tiles = (rows + choice.shape.kernel.block_m - 1) / choice.shape.kernel.block_m;
   const int64_t clusters = int64_t{p.batch} * p.heads_k * tiles;
-  return clusters <=
-         decode_clusters(p.head_dim, rows, static_cast<int>(splits), launch_features(device));
+  return clusters <= decode_clusters(p.head_dim, rows, static_cast<int>(splits), /*large=*/true);
+}
+
+// Where every SM gets several CTAs, one after the other, two at once fill each other's gaps: 2 % on
+// an H200, 6 % with 512 keys. Not if many SMs would have one of these or none in the end, which has
+// half as many keys in flight; and not below three for each SM, where it makes no difference.
+inline void consider_small(DecodeChoice& choice, const DecodeParams& p, const Device& device) {
+  const int64_t rows = rows_of(p);
+  if (choice.kernel != DecodeKernel::kLarge || choice.num_splits > 1 || rows > kMaxSmallRows)
+    return;
+  const int64_t ctas = int64_t{p.batch} * p.heads_k, at_once = 2 * std::max(device.num_sms, 1);
+  const int64_t places = (ctas + at_once - 1) / at_once * at_once;
+  if (2 * ctas < 3 * at_once || 20 * places > 23 * ctas) return;
+  choice.kernel = DecodeKernel::kSmall;
+  choice.shape = describe_decode(p.head_dim, static_cast<int>(rows), /*large=*/false);
 }
 
 // The number of splits of `keys` with the least estimated time on an H200; other devices differ by
@@ -69,10 +87,10 @@ inline void choose_splits(DecodeChoice& choice, const DecodeParams& p, int64_t k
                    kMergeBytesPerUs = 3e6;
   const double tile_bytes = 4.0 * tile.block_n * cols;
   const double alone = tile_bytes / 65536 *
-                       (tile.block_m <= 32   ? 1.1
-                        : choice.hopper      ? tile.block_m == 64 ? 1.2 : 1.6
-                        : tile.block_m == 64 ? 2.2
-                                             : 3.9);
+                       (tile.block_m <= 32                       ? 1.1
+                        : choice.kernel == DecodeKernel::kHopper ? tile.block_m == 64 ? 1.2 : 1.6
+                        : tile.block_m == 64                     ? 2.2
+                                                                 : 3.9);
   const int64_t ctas_each = heads * ((rows + tile.block_m - 1) / tile.block_m);
   const int64_t tiles = std::max<int64_t>((keys + tile.block_n - 1) / tile.block_n, 1);
   const int64_t sms = std::max(device.num_sms, 1);
@@ -102,6 +120,7 @@ inline void choose_splits(DecodeChoice& choice, const DecodeParams& p, int64_t k
       choice.in_cluster = in_cluster;
     }
   }
+  consider_small(choice, p, device);
 }
 
 // fa::forward as decoding, but for the splits: the keys of a sequence are its cache, which is full.
@@ -109,6 +128,7 @@ inline DecodeParams as_decode(const FwdParams& p) {
   DecodeParams d{};
   d.cache.key = const_cast<void*>(p.key);
   d.cache.value = const_cast<void*>(p.value);
+  d.cache.num_pages = p.batch;
   d.cache.page_shift = 31;
   d.cache.capacity = p.seqlen_k;
   d.query = p.query;

@@ -49,6 +49,7 @@ KvCache make_cache(const KvCacheProblem& p, const at::Tensor& key_cache,
   fill_strides_of_rows(key_cache, cache.key_stride);
   fill_strides_of_rows(value_cache, cache.value_stride);
   if (seqlens_k.defined()) cache.seqlens = seqlens_k.const_data_ptr<int>();
+  cache.num_pages = static_cast<uint32_t>(key_cache.size(0));
   cache.page_shift = 31;
   if (block_table.defined()) {
     cache.block_table = block_table.const_data_ptr<int>();
@@ -152,7 +153,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cuda(
   at::Tensor lse(at::detail::empty_cuda({p.batch, p.heads_q, p.seqlen_q}, at::kFloat,
                                         query.device(), std::nullopt));
   if (out.numel() == 0) return {out, lse};
-  if (p.capacity == 0) {
+  if (p.capacity == 0 || key_cache.size(0) == 0) {
     return {out.zero_(), lse.fill_(-std::numeric_limits<float>::infinity())};
   }
 

@@ -28,6 +28,20 @@ FA_DEVICE void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+// What another kernel may be writing: not from L1, which could still have it from before.
+FA_DEVICE int ld_relaxed(const int* gmem) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(gmem) : "memory");
+  return value;
+}
+// From any memory, and at this place of the program.
+FA_DEVICE int ld_in_order(const int* pointer) {
+  int value;
+  asm volatile("ld.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  return value;
+}
+
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
 // The line of an address, to L2.
 FA_DEVICE void prefetch_global_l2(const void* gmem) {
@@ -37,6 +51,9 @@ FA_DEVICE void prefetch_global_l2(const void* gmem) {
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier
 FA_DEVICE void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+FA_DEVICE void mbarrier_inval(uint32_t barrier) {
+  asm volatile("mbarrier.inval.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 FA_DEVICE void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(barrier)

@@ -7,22 +7,26 @@ namespace fa::tile {
 
 // Where one of kThreads threads stands in the copy of a tile [kRows][kCols]. Eight threads cover
 // 128 bytes of a row; a thread keeps its row and column for the other 128-byte lines of the row
-// (constant offsets, no address arithmetic) and walks the rows in steps of kRowStep.
-template <int kRows, int kCols, int kThreads>
+// (constant offsets, no address arithmetic) and walks the rows in steps of kRowStep. The threads
+// are those of any range of the CTA whose first index is a multiple of kThreads.
+template <int kRows_, int kCols, int kThreads>
 struct TileCopy {
+  static constexpr int kRows = kRows_;
   static constexpr int kLines = kCols / 64;
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kSteps = kRows / kRowStep;
-  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "row & 7 is the same in every step");
+  static_assert(kRows % kRowStep == 0 && (kRowStep % 8 == 0 || kRowStep == 4));
 
-  static FA_DEVICE int row(int thread) { return thread / 8; }
-  static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
-  static FA_DEVICE uint32_t smem_offset(int thread) {
+  static FA_DEVICE int row(unsigned thread) { return thread % kThreads / 8; }
+  static FA_DEVICE int col(unsigned thread) { return thread % 8 * 8; }
+  static FA_DEVICE uint32_t smem_offset(unsigned thread) {
     return swizzle<kCols>(row(thread), thread % 8);
   }
-  // From there to the same place of step i and of 128-byte line `line`.
-  static constexpr uint32_t offset(int i, int line) {
-    return i * kRowStep * kCols * 2 + line * 128;
+  // From there to step i and 128-byte line `line`. Row & 7, which is what the swizzle takes of it,
+  // is the same in every step, or in steps of 4 rows changes between two values.
+  static FA_DEVICE uint32_t place(uint32_t start, int i, int line) {
+    const uint32_t flip = kRowStep == 4 && i % 2 == 1 ? 4 * kChunkBytes : 0;
+    return (start ^ flip) + i * kRowStep * kCols * 2 + line * 128;
   }
 
   // Enqueues step i of the copy of a tile that lies inside the matrix. address: smem_offset added
@@ -32,7 +36,7 @@ struct TileCopy {
                                   int head_dim, bool valid) {
 #pragma unroll
     for (int line = 0; line < kLines; ++line)
-      ptx::cp_async_cg_16(address + offset(i, line), source + line * 64,
+      ptx::cp_async_cg_16(place(address, i, line), source + line * 64,
                           valid && col + line * 64 < head_dim);
   }
 
@@ -49,29 +53,31 @@ struct TileCopy {
 };
 
 // The same into panels of 64 columns, as wgmma wants its operands: a tile of [kPanelRows][kCols]
-// after the other, each [kCols / 64][kPanelRows][64] with 128-byte swizzle. The threads are those
-// of any range of the CTA whose first index is a multiple of kThreads.
-template <int kRows, int kCols, int kThreads, int kPanelRows>
+// after the other, each [kCols / 64][kPanelRows][64] with 128-byte swizzle.
+template <int kRows_, int kCols, int kThreads, int kPanelRows>
 struct PanelCopy {
+  static constexpr int kRows = kRows_;
   static constexpr int kLines = kCols / 64;
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kSteps = kRows / kRowStep;
   static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "row & 7 is the same in every step");
   static_assert(kPanelRows % kRowStep == 0 && kRows % kPanelRows == 0);
 
-  static FA_DEVICE int row(int thread) { return thread % kThreads / 8; }
-  static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
-  static FA_DEVICE uint32_t smem_offset(int thread) { return swizzle<64>(row(thread), thread % 8); }
-  static constexpr uint32_t offset(int i, int line) {
+  static FA_DEVICE int row(unsigned thread) { return thread % kThreads / 8; }
+  static FA_DEVICE int col(unsigned thread) { return thread % 8 * 8; }
+  static FA_DEVICE uint32_t smem_offset(unsigned thread) {
+    return swizzle<64>(row(thread), thread % 8);
+  }
+  static FA_DEVICE uint32_t place(uint32_t start, int i, int line) {
     const int first = i * kRowStep, tile = first / kPanelRows;
-    return tile * kPanelRows * kCols * 2 + (line * kPanelRows + first % kPanelRows) * 128;
+    return start + tile * kPanelRows * kCols * 2 + (line * kPanelRows + first % kPanelRows) * 128;
   }
 
   static FA_DEVICE void load_step(uint32_t address, const uint16_t* source, int i, int col,
                                   int head_dim, bool valid) {
 #pragma unroll
     for (int line = 0; line < kLines; ++line)
-      ptx::cp_async_cg_16(address + offset(i, line), source + line * 64,
+      ptx::cp_async_cg_16(place(address, i, line), source + line * 64,
                           valid && col + line * 64 < head_dim);
   }
 };

@@ -1,0 +1,278 @@
+// Which keys a CTA of the decoding kernels reads, and how it gets them to shared memory.
+#pragma once
+#include "decode_tile.cuh"
+#include "dependent_launch.cuh"
+
+namespace fa::decode {
+
+// Tiles [begin, end) of a split: all splits have the same number of them, or one less.
+struct TileRange {
+  int begin;
+  int end;
+};
+FA_DEVICE TileRange tiles_of_split(const RowTile& t, int block_n, int split,
+                                   const attn::FastDivide& splits) {
+  const int first = t.first / block_n;
+  const int tiles = t.end > t.first ? (t.end - 1) / block_n + 1 - first : 0;
+  const int each = splits.quotient(tiles), more = tiles - each * static_cast<int>(splits.divisor);
+  const int begin = first + split * each + min(split, more);
+  return {begin, begin + each + (split < more)};
+}
+
+// What a CTA looks up before it can copy: the length of its sequence, and pages of it.
+struct View {
+  RowTile t;
+  TileRange tiles;
+  const int* table;  // of the sequence, from page first_page on; null without a block table
+  const int* row;    // the same in global memory
+  int first_page;
+  int pages;  // from there on
+};
+
+// The part of it that one of the first kThreads threads asks memory for: thread 0 the length, for
+// all, and each some of the pages. Nothing is computed from the answers before they are needed, so
+// that copies can be issued meanwhile.
+template <int kThreads>
+struct Lookup {
+  static constexpr int kPages = (kTablePages + kThreads - 1) / kThreads;
+  int keys_before;
+  int pages[kPages];
+
+  static FA_DEVICE int page_of(int i) { return threadIdx.x + i * kThreads; }
+  FA_DEVICE void ask_for_length(const DecodeParams& p, const View& view) {
+    if (threadIdx.x == 0) keys_before = attn::keys_before(p.cache, view.t.batch_idx);
+  }
+  FA_DEVICE void ask_for_pages(const DecodeParams& p, const View& view) {
+    if (p.cache.block_table == nullptr) return;
+#pragma unroll
+    for (int i = 0; i < kPages; ++i)
+      if (page_of(i) < view.pages) pages[i] = ptx::ld_relaxed(view.row + page_of(i));
+  }
+  // Whether a thread of the warp has anything to ask for.
+  static FA_DEVICE bool has_part(const View& view) {
+    return ptx::warp_id() == 0 || 32 * ptx::warp_id() < view.pages;
+  }
+};
+
+// Whether this is looked up while kernels before this one may still change it, and compared when
+// they have ended: one wait for memory less between their end and the first copies.
+FA_DEVICE bool looks_ahead(const DecodeParams& p, const Prepared& prepared) {
+  return kStartsEarly && p.mask == nullptr &&
+         (p.cache.block_table == nullptr || prepared.pages != Pages::kInGlobal);
+}
+// Whether there is anything to look up.
+FA_DEVICE bool looks_up(const DecodeParams& p) {
+  return p.cache.seqlens != nullptr || p.cache.block_table != nullptr;
+}
+
+// Fills view, whose t is that of row_tile, by all threads and the same for all of them. A load from
+// the table for each tile would come behind that of the length, and the keys behind both: it goes
+// to shared memory, if it fits.
+template <class Config>
+FA_DEVICE void look(const DecodeParams& p, const Prepared& prepared,
+                    typename Config::SharedStorage& smem, View& view) {
+  constexpr int kBlockN = Config::kBlockN;
+  const bool paged = p.cache.block_table != nullptr;
+  Lookup<Config::kAllThreads> found;
+  const auto share_pages = [&] {
+    found.ask_for_pages(p, view);
+#pragma unroll
+    for (int i = 0; i < found.kPages; ++i)
+      if (found.page_of(i) < view.pages) smem.table[found.page_of(i)] = found.pages[i];
+  };
+  view.first_page = 0;
+  view.row = p.cache.block_table + view.t.batch_idx * p.cache.block_table_stride;
+  view.pages = paged && prepared.pages == Pages::kOfSequence ? prepared.pages_of_sequence : 0;
+  int keys_before = p.cache.capacity - p.cache.seqlen_new;
+  if (looks_up(p)) {
+    found.ask_for_length(p, view);
+    share_pages();
+    if (threadIdx.x == 0) smem.keys_before = found.keys_before;
+    __syncthreads();  // all know
+    keys_before = smem.keys_before;
+  }
+  see_keys<Config>(p, prepared, attn::sequence_length(p.cache, keys_before), view.t);
+  if (p.mask != nullptr) narrow_to_mask<Config>(p, prepared, smem, view.t);
+  view.tiles = tiles_of_split(view.t, kBlockN, blockIdx.y, prepared.splits);
+  view.table = paged ? smem.table : nullptr;
+  if (!paged || prepared.pages == Pages::kOfSequence) return;
+  if (prepared.pages == Pages::kInGlobal) {
+    view.table = view.row;
+    view.pages = prepared.pages_of_sequence;
+    return;
+  }
+  const int end = min(view.tiles.end * kBlockN, view.t.end);
+  view.first_page = view.tiles.begin * kBlockN >> p.cache.page_shift;
+  view.row += view.first_page;
+  view.pages = max(((end - 1) >> p.cache.page_shift) + 1 - view.first_page, 0);
+  share_pages();
+  __syncthreads();  // the pages are there
+}
+
+// Whether what a thread finds now is not what look found.
+template <int kThreads, class Storage>
+FA_DEVICE bool differs(const Lookup<kThreads>& now, const View& view, const Storage& smem) {
+  bool differs = threadIdx.x == 0 && now.keys_before != smem.keys_before;
+#pragma unroll
+  for (int i = 0; i < now.kPages; ++i)
+    if (now.page_of(i) < view.pages) differs |= now.pages[i] != smem.table[now.page_of(i)];
+  return differs;
+}
+
+// One thread's part in the copies of tiles of keys and values to the ring. The threads of a group
+// of Config::CopyKv copy the rows of a tile from first_row on.
+template <class Config>
+struct KvLoader {
+  using Copy = typename Config::CopyKv;
+  // Keys in a row that start at a multiple of 16 are in one page: its size is a power of two, and
+  // at least this.
+  static constexpr int kRun = 16, kRuns = Copy::kRows / kRun, kRunSteps = kRun / Copy::kRowStep;
+  static_assert(Copy::kRows % kRun == 0 && kRun % Copy::kRowStep == 0);
+
+  // The pages of a tile, found ahead of the copies that need them.
+  struct TilePages {
+    uint32_t index[kRuns];
+  };
+
+  FA_DEVICE KvLoader(const DecodeParams& params, const View& what, bool rows_aligned,
+                     int row_of_tile)
+      : p(params),
+        view(what),
+        aligned(rows_aligned),
+        first_row(row_of_tile),
+        start(0),
+        key_source(nullptr),
+        value_source(nullptr) {
+    if constexpr (Config::kSpareRegisters) {
+      start = Copy::smem_offset(threadIdx.x);
+      key_source = own_row(p.cache.key, p.cache.key_stride, threadIdx.x);
+      value_source = own_row(p.cache.value, p.cache.value_stride, threadIdx.x);
+    }
+  }
+
+  FA_DEVICE TilePages find_pages(int tile) const {
+    TilePages pages;
+#pragma unroll
+    for (int run = 0; run < kRuns; ++run) {
+      const int key = first_key(tile) + run * kRun;
+      pages.index[run] = run == 0 || starts_page(key) ? page_of(key) : pages.index[run - 1];
+    }
+    return pages;
+  }
+
+  // Asks L2 for a tile. No value is taken, so that kernels before this one may still be writing.
+  FA_DEVICE void prefetch(int tile) const {
+    constexpr int kLines = 2 * Copy::kLines;  // of a key and its value
+    for (int i = ptx::lane_id(); i < Copy::kRows * kLines; i += 32) {
+      const int key = first_key(tile) + i / kLines, line = i % kLines / 2 * 64;
+      if (!visible(key) || line >= p.head_dim) continue;
+      const void* tensor = i % 2 == 0 ? p.cache.key : p.cache.value;
+      const auto& stride = i % 2 == 0 ? p.cache.key_stride : p.cache.value_stride;
+      ptx::prefetch_global_l2(static_cast<const uint16_t*>(tensor) +
+                              product(view.t.kv_head_idx, stride[1]) +
+                              run_offset(stride, page_of(key), key) + line);
+    }
+  }
+
+  // Rows of one tile of keys, or of values, to `target`, where the rows from first_row on are.
+  FA_DEVICE void load_keys(int tile, const TilePages& pages, void* target) const {
+    load(p.cache.key, p.cache.key_stride, key_source, tile, pages,
+         static_cast<unsigned char*>(target));
+  }
+  FA_DEVICE void load_values(int tile, const TilePages& pages, void* target) const {
+    load(p.cache.value, p.cache.value_stride, value_source, tile, pages,
+         static_cast<unsigned char*>(target));
+  }
+
+ private:
+  FA_DEVICE int first_key(int tile) const { return tile * Config::kBlockN + first_row; }
+  FA_DEVICE bool visible(int key) const { return key >= view.t.first && key < view.t.end; }
+
+  FA_DEVICE bool starts_page(int key) const { return attn::row_in_page(p.cache, key) == 0; }
+
+  // What the table says; 0 for pages without a key of the split, which are not looked up.
+  FA_DEVICE uint32_t page_of(int key) const {
+    if (view.table == nullptr) return view.t.batch_idx;
+    const uint32_t entry = (key >> p.cache.page_shift) - view.first_page;
+    // Stays in front of the copies issued after it: there, these would wait for it.
+    return entry < static_cast<uint32_t>(view.pages) ? ptx::ld_in_order(view.table + entry) : 0;
+  }
+
+  // Of the product of 64-bit factors, half the instructions.
+  static FA_DEVICE uint64_t product(uint32_t a, int64_t b) { return uint64_t{a} * b; }
+
+  // The row of a tensor's first page that the thread copies of every run, and its column.
+  FA_DEVICE const uint16_t* own_row(const void* tensor, const int64_t (&stride)[3],
+                                    unsigned thread) const {
+    return static_cast<const uint16_t*>(tensor) + product(view.t.kv_head_idx, stride[1]) +
+           product(Copy::row(thread), stride[2]) + Copy::col(thread);
+  }
+  // From there to the page of a run. Pages come from the device and nobody has checked them: none
+  // leads outside of the cache.
+  FA_DEVICE uint64_t run_offset(const int64_t (&stride)[3], uint32_t page, int key) const {
+    return product(min(page, p.cache.num_pages - 1), stride[0]) +
+           product(attn::row_in_page(p.cache, key), stride[2]);
+  }
+
+  FA_DEVICE void load(const void* tensor, const int64_t (&stride)[3], const uint16_t* kept,
+                      int tile, const TilePages& pages, unsigned char* target) const {
+    // Where registers are few, all that is the same for every tile is found again.
+    const unsigned thread = ptx::thread_index_again();
+    const uint32_t offset = Config::kSpareRegisters ? start : Copy::smem_offset(thread);
+    const uint16_t* source = Config::kSpareRegisters ? kept : own_row(tensor, stride, thread);
+    const int begin = first_key(tile);
+    if (!aligned) {
+      load_elements(source, stride, begin, thread, target, offset);
+    } else if (begin >= view.t.first && begin + Copy::kRows <= view.t.end) {
+      load_runs<true>(source, stride, begin, pages, thread, ptx::smem_addr(target) + offset);
+    } else {
+      load_runs<false>(source, stride, begin, pages, thread, ptx::smem_addr(target) + offset);
+    }
+  }
+
+  template <bool kWhole>
+  FA_DEVICE void load_runs(const uint16_t* source, const int64_t (&stride)[3], int begin,
+                           const TilePages& pages, unsigned thread, uint32_t address) const {
+    const int own = begin + Copy::row(thread);
+    const uint16_t* rows = source + run_offset(stride, pages.index[0], begin);
+    const auto step = [&](int i) {
+      Copy::load_step(address, rows, i, Copy::col(thread), p.head_dim,
+                      kWhole || visible(own + i * Copy::kRowStep));
+      rows += Copy::kRowStep * stride[2];
+    };
+#pragma unroll
+    for (int i = 0; i < Copy::kSteps; ++i) {
+      const int key = begin + i * Copy::kRowStep;
+      if (i > 0 && i % kRunSteps == 0 && starts_page(key))
+        rows = source + run_offset(stride, pages.index[i / kRunSteps], key);
+      step(i);
+    }
+  }
+
+  FA_DEVICE void load_elements(const uint16_t* source, const int64_t (&stride)[3], int begin,
+                               unsigned thread, unsigned char* target, uint32_t offset) const {
+#pragma unroll 1
+    for (int i = 0; i < Copy::kSteps; ++i) {
+      const int step = i * Copy::kRowStep, run = begin + step / kRun * kRun;
+      const bool exists = visible(begin + step + Copy::row(thread));
+      // Not pages.index: an index found at run time would move the array to local memory.
+      const uint16_t* row = source + run_offset(stride, exists ? page_of(run) : 0, run) +
+                            product(step % kRun, stride[2]);
+#pragma unroll 1
+      for (int line = 0; line < Copy::kLines; ++line)
+        copy_elements(target + Copy::place(offset, i, line), row + line * 64,
+                      exists ? p.head_dim - Copy::col(thread) - line * 64 : 0);
+    }
+  }
+
+  const DecodeParams& p;
+  const View& view;
+  const bool aligned;
+  const int first_row;
+  // With Config::kSpareRegisters, what load would find again.
+  uint32_t start;
+  const uint16_t* key_source;
+  const uint16_t* value_source;
+};
+
+}  // namespace fa::decode
