@@ -76,10 +76,13 @@ CASES = [
     Case(torch.float16, batch=1, heads=(4, 2), seqlens=(1, 4000), head_dim=64),
     Case(torch.bfloat16, batch=1, heads=(1, 1), seqlens=(66, 600), head_dim=128, is_causal=True),
     Case(torch.float16, heads=(4, 1), seqlens=(2, 300), head_dim=72, mask="bool-b1qk"),
+    # And so many heads that each multiprocessor has several, two at once.
+    Case(torch.bfloat16, batch=1, heads=(1056, 528), seqlens=(1, 70), head_dim=64),
 ]
 # fa::forward_kvcache: dtype, heads, head_dim, queries of a sequence, page size.
 DECODING = [
     (torch.bfloat16, (8, 2), 128, 1, None),
+    (torch.bfloat16, (8, 2), 128, 1, 16),
     (torch.float16, (4, 1), 64, 9, None),
     (torch.bfloat16, (8, 1), 256, 3, None),
     (torch.float16, (3, 3), 33, 2, None),

@@ -99,6 +99,15 @@ def test_few_queries(device, heads, seqlens, options, kernel):
     assert re.match(kernel, text), text
 
 
+def test_small_tiles_where_every_multiprocessor_gets_several(device):
+    if device == "cpu":
+        pytest.skip("the CPU has one kernel")
+    heads = 4 * torch.cuda.get_device_properties(0).multi_processor_count
+    for heads_k, tile in ((heads, "16x64"), (heads // 4, "16x128" if HOPPER else "16x64")):
+        text = flashattn_ext.forward_kernel(*tensors(device, 1, (2 * heads_k, heads_k), (1, 700)))
+        assert text.startswith(f"decode {tile}, 1 split:"), text
+
+
 def test_splits_are_those_of_the_visible_keys(device):
     """Keys outside of the band make no work for a split."""
     if device == "cpu":

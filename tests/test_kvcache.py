@@ -130,11 +130,11 @@ def test_rows_of_every_tile(device, seqlen_q, head_dim):
     "window", [(0, 0), (40, 0), (40, 3), (5, -1), (-1, 2), (1000, 1000)], ids=str
 )
 @pytest.mark.parametrize("page_size", [None, 16])
-def test_windows(device, page_size, window):
+@pytest.mark.parametrize("seqlen_q", [5, 20])
+def test_windows(device, seqlen_q, page_size, window):
     """Keys left of the window are not looked at: their pages may have been given away."""
     left, right = window
     cache = Cache(device, [500, 35, 4], 512, 2, 64, page_size=page_size)
-    seqlen_q = 5
     if page_size is not None and left >= 0:
         for b, length in enumerate(cache.seqlens):
             cache.table[b, : max(0, length - seqlen_q - left) // page_size] = -(2**20)
@@ -389,6 +389,120 @@ def test_cuda_graph(device, batch_invariant):
                 key[at] = value[at] = torch.nan
         graph.replay()
         now.check(query, out, lse, f"replayed with {seqlens}", is_causal=True)
+
+
+# Queries of a sequence, splits, page size, head_dim, scale, capacity and sequences: every decoding
+# kernel, alone and in a cluster; Q that is changed before it is used, rows that are copied element
+# by element, and more pages than shared memory holds, of a sequence and of a split.
+WRITTEN_BEFORE = [
+    (1, 1, None, 128, None, 320, 3),
+    (1, 1, 16, 128, None, 320, 3),
+    (1, 4, None, 128, None, 320, 3),
+    (1, 4, 64, 128, None, 320, 3),
+    (4, 9, 16, 128, None, 320, 3),
+    (20, 1, None, 128, None, 320, 3),
+    (20, 1, 16, 64, None, 320, 3),
+    (20, 3, 64, 128, None, 320, 3),
+    (1, 2, 16, 128, -0.1, 320, 3),
+    (3, 2, 16, 256, -0.1, 320, 3),
+    (2, 2, 16, 20, None, 320, 3),
+    (1, 1, 16, 64, None, 15872, 1),
+    (1, 2, 16, 64, None, 15872, 1),
+    (20, 2, 16, 64, None, 15872, 1),
+]
+
+
+@pytest.mark.parametrize("case", WRITTEN_BEFORE, ids=str)
+def test_lengths_and_pages_that_the_kernel_before_writes(device, case):
+    """A kernel that still runs while the next one starts on other multiprocessors: what that finds
+    there at first is what the replay before has left."""
+    if device != "cuda":
+        pytest.skip("on the CPU there is no other kernel")
+    seqlen_q, num_splits, page_size, head_dim, scale, capacity, sequences = case
+    pages = 0 if page_size is None else capacity // page_size
+    count = sequences * (1 + pages)
+    # Attention whose result is the value of its last key, bit for bit, late: lengths and pages.
+    heads, slow_keys = math.ceil(count / 64), 30000 if count <= 64 else 6000
+    half = {"dtype": torch.float16, "device": device}
+    slow_query = torch.ones(1, 1, heads, 128, **half)
+    slow_key = torch.full((1, slow_keys, 1, 128), -1.0, **half).repeat(1, 1, heads, 1)
+    slow_key[:, -1] = 1.0
+    slow_value = torch.randn(1, slow_keys, heads, 128, **half)
+    query = randn(sequences, seqlen_q, 8, head_dim, device=device)
+    first = Cache(device, [0] * sequences, capacity, 2, head_dim, page_size=page_size)
+    key, value = first.key.clone(), first.value.clone()
+
+    def step():
+        written, _ = forward_kvcache(slow_query, slow_key, slow_value, num_splits=1, scale=10.0)
+        numbers = written.view(-1).view(torch.int32)
+        table = None
+        if page_size is not None:
+            table = numbers[sequences:count].view(sequences, pages)
+        lengths = numbers[:sequences]
+        options = {"num_splits": num_splits, "scale": scale}
+        return numbers, *forward_kvcache(query, key, value, lengths, table, **options)
+
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        numbers, out, lse = step()
+    everything = [capacity] * sequences
+    for seqlens in (everything, [0] * sequences, None, everything, None, None):
+        seqlens = seqlens or torch.randint(0, capacity + 1, (sequences,)).tolist()
+        now = Cache(device, seqlens, capacity, 2, head_dim, page_size=page_size)
+        key.copy_(now.key)
+        value.copy_(now.value)
+        wanted = torch.zeros_like(numbers)
+        wanted[:sequences] = now.lengths
+        if page_size is not None:
+            # Behind the length nothing is asked for; halves of floats could not hold what is there.
+            wanted[sequences:count] = now.table.clamp(min=0).view(-1)
+        slow_value[0, -1] = wanted.view(torch.float16).view(heads, 128)
+        graph.replay()
+        assert torch.equal(numbers, wanted)
+        now.check(query, out, lse, f"replayed with {seqlens}", scale=scale)
+
+
+def test_pages_that_do_not_exist(device):
+    """Nobody reads the table on the host, so no entry may lead out of the cache; what a sequence
+    with such an entry gets is not defined, and the others are what they were."""
+    if device != "cuda":
+        pytest.skip("on the CPU pages are checked")
+    for seqlen_q in (1, 20):
+        cache = Cache(device, [100, 64, 33], 128, 2, 64, page_size=16)
+        query = randn(3, seqlen_q, 8, 64, device=device)
+        out, lse = run(query, cache)
+        cache.table[1, :4] = int32([2**31 - 1, -1, -(2**31), cache.key.shape[0]], device)
+        again, lse_again = run(query, cache)
+        for b in (0, 2):
+            assert torch.equal(again[b], out[b]) and torch.equal(lse_again[b], lse[b])
+        # The last key of each sequence, written once more.
+        rows = [
+            torch.stack([dense[b, n - 1] for b, n in enumerate(cache.seqlens)])[:, None]
+            for dense in cache.dense
+        ]
+        lengths = cache.lengths - 1
+        again, _ = forward_kvcache(query, cache.key, cache.value, lengths, cache.table, *rows)
+        for b in (0, 2):
+            assert torch.equal(again[b], out[b])
+
+
+def test_more_sequences_than_fit_at_once(device):
+    """Several rounds of CTAs, two on a multiprocessor, with and without a window."""
+    count = 4 * torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 9
+    for dtype, head_dim, page_size in ((torch.bfloat16, 128, None), (torch.float16, 64, 16)):
+        if device == "cpu":
+            dtype = torch.float32
+        seqlens = torch.randint(0, 151, (count // 2,)).tolist()
+        cache = Cache(device, seqlens, 150, 2, head_dim, dtype, page_size)
+        query = randn(count // 2, 2, 6, head_dim, device=device, dtype=dtype)
+        for window_left in (-1, 40):
+            out, lse = run(query, cache, is_causal=True, window_left=window_left)
+            cache.check(query, out, lse, is_causal=True, window_left=window_left)
 
 
 def test_lengths_that_do_not_fit_are_clamped(device):
