@@ -51,7 +51,7 @@ struct DecodeSm90Config {
   static constexpr int kBlockN = 128, kPieceN = kBlockN / kKeyWarps;  // keys of a warpgroup
   static constexpr int kStages = 384 / kHeadDim;                      // 192 KiB
   static constexpr int kRowTiles = 1, kOutCols = kHeadDim + 8;
-  static constexpr bool kSpareRegisters = true;  // see KvLoader
+  static constexpr bool kSpareRegisters = kHeadDim == 128;  // see KvLoader
   // The register file is dealt out again between those that copy and those that compute.
   static constexpr int kCopyRegisters = 56, kComputeRegisters = 224;
 
@@ -133,15 +133,13 @@ struct Copier {
     signal(smem.full_v[stage]);
     next_pages = loader.find_pages(tile + 1);
   }
-  FA_DEVICE void load_query(const QueryLoader<Config>& query) {
-    query.load(reinterpret_cast<unsigned char*>(smem.sQ));
-    signal(smem.full_q);
-  }
 
-  // The first tile, if there is one, waits for no stage.
-  FA_DEVICE void begin() {
+  // Q and the first tile, which waits for no stage. Without one nobody waits for Q.
+  FA_DEVICE void begin(const QueryLoader<Config>& query) {
     const TileRange& tiles = view.tiles;
     if (tiles.begin >= tiles.end) return;
+    query.load(reinterpret_cast<unsigned char*>(smem.sQ));
+    signal(smem.full_q);
     next_pages = loader.find_pages(tiles.begin);
     load_keys(tiles.begin, 0);
     load_values(tiles.begin, 0);
@@ -149,8 +147,8 @@ struct Copier {
 
   // Waits until nothing of this is under way.
   FA_DEVICE void finish() {
-    wait(smem.full_q, 0);
     if (view.tiles.begin >= view.tiles.end) return;
+    wait(smem.full_q, 0);
     wait(smem.full_k[0], 0);
     wait(smem.full_v[0], 0);
   }
@@ -305,37 +303,29 @@ __global__ void __launch_bounds__(Config::kAllThreads, 1)
   Copier<Config> copier(p, view, smem);
   const bool ahead = looks_ahead(p, prepared), compares = ahead && looks_up(p);
   if (!ahead) wait_for_kernels_before();
-  init_barriers<Config>(smem, /*again=*/false);
-  look<Config>(p, prepared, smem, view);
-  if (ahead) wait_for_kernels_before();
-  // By both roles, each at its own barriers: those count warps, wherever these come from.
-  const auto has_changed = [&](bool differs) { return compares && __syncthreads_or(differs) != 0; };
-  const auto look_again = [&] {
-    __syncthreads();  // no copy is under way
-    init_barriers<Config>(smem, /*again=*/true);
+  // The first copies; where these are of what kernels before this one have changed meanwhile, once
+  // more. Before the roles part, so that each barrier stands at one place.
+#pragma unroll 1
+  for (bool again = false;; again = true) {
+    init_barriers<Config>(smem, again);
     look<Config>(p, prepared, smem, view);
-  };
-  if (copies) {
-    copier.load_query(query);
-    ptx::setmaxnreg_dec<Config::kCopyRegisters>();
-    copier.begin();
-    if (has_changed(false)) {  // the others find out
-      copier.finish();
-      look_again();
-      copier.signal(smem.full_q);
-      copier.begin();
-    }
-    copier.go_on();
-    wait(smem.full_q, 0);  // which without keys nobody else does
-  } else {
-    ptx::setmaxnreg_inc<Config::kComputeRegisters>();
-    Lookup<Config::kThreads> now;
+    if (ahead && !again) wait_for_kernels_before();
+    Lookup<Config::kAllThreads> now;
     const bool asks = compares && now.has_part(view);
-    if (asks) {
+    if (asks) {  // on its way beside the copies
       now.ask_for_length(p, view);
       now.ask_for_pages(p, view);
     }
-    if (has_changed(asks && differs(now, view, smem))) look_again();
+    if (copies) copier.begin(query);
+    if (!compares || again || !__syncthreads_or(asks && differs(now, view, smem))) break;
+    if (copies) copier.finish();
+    __syncthreads();  // no copy is under way
+  }
+  if (copies) {
+    ptx::setmaxnreg_dec<Config::kCopyRegisters>();
+    copier.go_on();
+  } else {
+    ptx::setmaxnreg_inc<Config::kComputeRegisters>();
     compute<Config>(p, prepared, view.t, view.tiles, smem);
   }
 #endif
