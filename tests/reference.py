@@ -472,9 +472,12 @@ def _assert_within(name, ours, expected, bound, case_id, low=None):
 def _assert_alike(name, ours, expected, low, factor, case_id, rest=None):
     """Where terms cancel, one element may be off by more than its own digits; many together are
     not: their normalised difference is below 1e-5, or `factor` times that of plain code. rest:
-    errors that are accepted whatever the size of the numbers."""
+    errors that are accepted whatever the size of the numbers. Many are 8 rows and more: the
+    elements of a row share the rounding of P or dS. Of gradients of 4 rows with 2 keys, a model of
+    a kernel exceeds this in 8 of 3000 random cases, of 8 rows with 4 keys in none."""
     finite = expected.isfinite() & low.isfinite()
-    if int(finite.sum()) >= 256:
+    rows = expected.numel() // max(expected.shape[-1], 1)
+    if int(finite.sum()) >= 256 and rows >= 8:
         ours, expected, low = ours[finite].double(), expected[finite], low[finite].double()
         difference = normalised_difference(ours, expected)
         accepted = max(1e-5, factor * normalised_difference(low, expected))
