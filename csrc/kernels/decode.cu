@@ -66,16 +66,22 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   const TileRange& tiles = view.tiles;
   const QueryLoader<Config> query(p, prepared, t);
   const KvLoader<Config> loader(p, view, prepared.aligned, key_warp * kWarpN);
-  // Of the tile that is being loaded, and of the next.
+  // Of the tile that is being loaded, and, where there are registers for them, of the next.
+  constexpr bool kFindsAhead = Config::kBlockM <= 32;
   typename KvLoader<Config>::TilePages pages, next_pages;
   // A group of copies each, empty past the split; keys before values.
   const auto load_keys = [&](int tile, int stage) {
-    pages = next_pages;
-    next_pages = loader.find_pages(tile + 1);
+    if constexpr (kFindsAhead) {
+      pages = next_pages;
+      next_pages = loader.find_pages(tile + 1);
+    } else {
+      pages = loader.find_pages(tile);
+    }
     if (tile < tiles.end) loader.load_keys(tile, pages, smem.stages[stage].sK[key_warp * kWarpN]);
     ptx::cp_async_commit_group();
   };
   const auto load_values = [&](int tile, int stage) {
+    if constexpr (!kFindsAhead) pages = loader.find_pages(tile);
     if (tile < tiles.end) loader.load_values(tile, pages, smem.stages[stage].sV[key_warp * kWarpN]);
     ptx::cp_async_commit_group();
   };
@@ -94,7 +100,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     }
     next_pages = loader.find_pages(tiles.begin);
     if (ahead && !again) wait_for_kernels_before();
-    Lookup<Config::kThreads> now;
+    Lookup<Config::kAllThreads> now;
     const bool asks = compares && now.has_part(view);
     if (asks) {  // on its way beside the copies
       now.ask_for_length(p, view);

@@ -29,9 +29,9 @@ struct View {
   int pages;  // from there on
 };
 
-// The part of it that one of the first kThreads threads asks memory for: thread 0 the length, for
-// all, and each some of the pages. Nothing is computed from the answers before they are needed, so
-// that copies can be issued meanwhile.
+// The part of it that one of the kThreads threads of a CTA asks memory for: thread 0 the length,
+// for all, and each some of the pages. Nothing is computed from the answers before they are needed,
+// so that copies can be issued meanwhile.
 template <int kThreads>
 struct Lookup {
   static constexpr int kPages = (kTablePages + kThreads - 1) / kThreads;
@@ -144,9 +144,10 @@ struct KvLoader {
         key_source(nullptr),
         value_source(nullptr) {
     if constexpr (Config::kSpareRegisters) {
-      start = Copy::smem_offset(threadIdx.x);
-      key_source = own_row(p.cache.key, p.cache.key_stride, threadIdx.x);
-      value_source = own_row(p.cache.value, p.cache.value_stride, threadIdx.x);
+      const int thread = threadIdx.x % Copy::kThreads;
+      start = Copy::smem_offset(thread);
+      key_source = own_row(p.cache.key, p.cache.key_stride, thread);
+      value_source = own_row(p.cache.value, p.cache.value_stride, thread);
     }
   }
 
@@ -203,7 +204,7 @@ struct KvLoader {
 
   // The row of a tensor's first page that the thread copies of every run, and its column.
   FA_DEVICE const uint16_t* own_row(const void* tensor, const int64_t (&stride)[3],
-                                    unsigned thread) const {
+                                    int thread) const {
     return static_cast<const uint16_t*>(tensor) + product(view.t.kv_head_idx, stride[1]) +
            product(Copy::row(thread), stride[2]) + Copy::col(thread);
   }
@@ -217,7 +218,7 @@ struct KvLoader {
   FA_DEVICE void load(const void* tensor, const int64_t (&stride)[3], const uint16_t* kept,
                       int tile, const TilePages& pages, unsigned char* target) const {
     // Where registers are few, all that is the same for every tile is found again.
-    const unsigned thread = ptx::thread_index_again();
+    const int thread = static_cast<unsigned>(ptx::thread_index_again()) % Copy::kThreads;
     const uint32_t offset = Config::kSpareRegisters ? start : Copy::smem_offset(thread);
     const uint16_t* source = Config::kSpareRegisters ? kept : own_row(tensor, stride, thread);
     const int begin = first_key(tile);
@@ -232,7 +233,7 @@ struct KvLoader {
 
   template <bool kWhole>
   FA_DEVICE void load_runs(const uint16_t* source, const int64_t (&stride)[3], int begin,
-                           const TilePages& pages, unsigned thread, uint32_t address) const {
+                           const TilePages& pages, int thread, uint32_t address) const {
     const int own = begin + Copy::row(thread);
     const uint16_t* rows = source + run_offset(stride, pages.index[0], begin);
     const auto step = [&](int i) {
@@ -250,7 +251,7 @@ struct KvLoader {
   }
 
   FA_DEVICE void load_elements(const uint16_t* source, const int64_t (&stride)[3], int begin,
-                               unsigned thread, unsigned char* target, uint32_t offset) const {
+                               int thread, unsigned char* target, uint32_t offset) const {
 #pragma unroll 1
     for (int i = 0; i < Copy::kSteps; ++i) {
       const int step = i * Copy::kRowStep, run = begin + step / kRun * kRun;

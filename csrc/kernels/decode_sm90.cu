@@ -51,7 +51,8 @@ struct DecodeSm90Config {
   static constexpr int kBlockN = 128, kPieceN = kBlockN / kKeyWarps;  // keys of a warpgroup
   static constexpr int kStages = 384 / kHeadDim;                      // 192 KiB
   static constexpr int kRowTiles = 1, kOutCols = kHeadDim + 8;
-  static constexpr bool kSpareRegisters = kHeadDim == 128;  // see KvLoader
+  // See KvLoader; by head_dim 64, ptxas spills.
+  static constexpr bool kSpareRegisters = kHeadDim == 128;
   // The register file is dealt out again between those that copy and those that compute.
   static constexpr int kCopyRegisters = 56, kComputeRegisters = 224;
 
@@ -79,7 +80,8 @@ struct DecodeSm90Config {
   using Ring = tile::RingPosition<kStages>;
   using CopyKv = tile::PanelCopy<kBlockN, kHeadDim, kCopyThreads, kPieceN>;
   using CopyQ = tile::PanelCopy<kBlockM, kHeadDim, kCopyThreads, kBlockM>;
-  static constexpr int kCopyQThreads = kAllThreads;  // all that get to QueryLoader::load
+  static constexpr int kCopyQThreads = kAllThreads;  // QueryLoader::load turns none away: only the
+                                                     // copying threads get there
   using Output = tile::Accumulator<1, kHeadDim / 8>;
   using Scores = tile::Accumulator<1, kPieceN / 8>;
   using Softmax = attn::OnlineSoftmax<1, false>;
@@ -153,6 +155,7 @@ struct Copier {
     wait(smem.full_v[0], 0);
   }
 
+  // The other tiles: use 0 of stage 0 was begin's.
   FA_DEVICE void go_on() {
     typename Config::Ring pos;
 #pragma unroll 1

@@ -238,7 +238,7 @@ FA_DEVICE void narrow_to_mask(const DecodeParams& p, const Prepared& prepared,
   int low = t.end, high = t.first;
 #pragma unroll 1
   for (int token = top; token <= (p.mask_stride[1] == 0 ? top : bottom); ++token)
-    scan_mask_row(mask_row(p, t, token), t.first, t.end, Config::kThreads, low, high);
+    scan_mask_row(mask_row(p, t, token), t.first, t.end, Config::kAllThreads, low, high);
   low = __reduce_min_sync(0xffffffff, low);
   high = __reduce_max_sync(0xffffffff, high);
   if (ptx::lane_id() == 0) {

@@ -7,19 +7,18 @@ namespace fa::tile {
 
 // Where one of kThreads threads stands in the copy of a tile [kRows][kCols]. Eight threads cover
 // 128 bytes of a row; a thread keeps its row and column for the other 128-byte lines of the row
-// (constant offsets, no address arithmetic) and walks the rows in steps of kRowStep. The threads
-// are those of any range of the CTA whose first index is a multiple of kThreads.
-template <int kRows_, int kCols, int kThreads>
+// (constant offsets, no address arithmetic) and walks the rows in steps of kRowStep.
+template <int kRows_, int kCols, int kThreads_>
 struct TileCopy {
-  static constexpr int kRows = kRows_;
+  static constexpr int kRows = kRows_, kThreads = kThreads_;
   static constexpr int kLines = kCols / 64;
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kSteps = kRows / kRowStep;
   static_assert(kRows % kRowStep == 0 && (kRowStep % 8 == 0 || kRowStep == 4));
 
-  static FA_DEVICE int row(unsigned thread) { return thread % kThreads / 8; }
-  static FA_DEVICE int col(unsigned thread) { return thread % 8 * 8; }
-  static FA_DEVICE uint32_t smem_offset(unsigned thread) {
+  static FA_DEVICE int row(int thread) { return thread / 8; }
+  static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
+  static FA_DEVICE uint32_t smem_offset(int thread) {
     return swizzle<kCols>(row(thread), thread % 8);
   }
   // From there to step i and 128-byte line `line`. Row & 7, which is what the swizzle takes of it,
@@ -53,21 +52,20 @@ struct TileCopy {
 };
 
 // The same into panels of 64 columns, as wgmma wants its operands: a tile of [kPanelRows][kCols]
-// after the other, each [kCols / 64][kPanelRows][64] with 128-byte swizzle.
-template <int kRows_, int kCols, int kThreads, int kPanelRows>
+// after the other, each [kCols / 64][kPanelRows][64] with 128-byte swizzle. The threads are those
+// of any range of the CTA whose first index is a multiple of kThreads.
+template <int kRows_, int kCols, int kThreads_, int kPanelRows>
 struct PanelCopy {
-  static constexpr int kRows = kRows_;
+  static constexpr int kRows = kRows_, kThreads = kThreads_;
   static constexpr int kLines = kCols / 64;
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kSteps = kRows / kRowStep;
   static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "row & 7 is the same in every step");
   static_assert(kPanelRows % kRowStep == 0 && kRows % kPanelRows == 0);
 
-  static FA_DEVICE int row(unsigned thread) { return thread % kThreads / 8; }
-  static FA_DEVICE int col(unsigned thread) { return thread % 8 * 8; }
-  static FA_DEVICE uint32_t smem_offset(unsigned thread) {
-    return swizzle<64>(row(thread), thread % 8);
-  }
+  static FA_DEVICE int row(int thread) { return thread % kThreads / 8; }
+  static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
+  static FA_DEVICE uint32_t smem_offset(int thread) { return swizzle<64>(row(thread), thread % 8); }
   static FA_DEVICE uint32_t place(uint32_t start, int i, int line) {
     const int first = i * kRowStep, tile = first / kPanelRows;
     return start + tile * kPanelRows * kCols * 2 + (line * kPanelRows + first % kPanelRows) * 128;
