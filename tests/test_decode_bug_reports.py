@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 from cases import HALF
+from kv_caches import Cache, forward_kvcache, int32, randn, run
 from reference import close
-from test_kvcache import Cache, forward_kvcache, int32, randn, run
 
 from flashattn_ext import flash_attn_with_kvcache, merge_states
 

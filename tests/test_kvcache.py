@@ -1,94 +1,16 @@
-"""fa::forward_kvcache and its public function, sequence by sequence against the reference."""
+"""fa::forward_kvcache and its public function, sequence by sequence against the reference.
+
+Lengths and pages that change between replays or just before a call: test_kvcache_on_device.py."""
 
 import math
 
 import pytest
 import torch
 from cases import DTYPES, HALF, to_device
-from reference import (
-    assert_close_to_reference,
-    attention_low,
-    attention_ref,
-    close,
-)
+from kv_caches import Cache, forward_kvcache, int32, randn, run
+from reference import close
 
 from flashattn_ext import flash_attn_func, flash_attn_with_kvcache, merge_states
-
-forward_kvcache = torch.ops.fa.forward_kvcache
-
-
-def randn(*shape, device, dtype=torch.bfloat16):
-    return (torch.randn(shape) + 0.5).to(dtype).to(device)
-
-
-def int32(values, device):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-class Cache:
-    """Keys and values of sequences of the given lengths, as dense tensors with NaN behind each
-    sequence, and as the tensors that the operator takes: the same, or pages in a random order
-    (`page_size`), NaN wherever no key lies, and table entries that lead nowhere."""
-
-    def __init__(
-        self, device, seqlens, capacity, heads_k, head_dim, dtype=torch.bfloat16, page_size=None
-    ):
-        self.seqlens = list(seqlens)
-        self.lengths = int32(self.seqlens, device)
-        shape = (len(self.seqlens), capacity, heads_k, head_dim)
-        self.dense = [randn(*shape, device=device, dtype=dtype) for _ in range(2)]
-        for tensor in self.dense:
-            for b, length in enumerate(self.seqlens):
-                tensor[b, length:] = torch.nan
-        self.key, self.value, self.table = *self.dense, None
-        if page_size is not None:
-            pages = math.ceil(capacity / page_size)
-            order = torch.randperm(len(self.seqlens) * pages + 3)[: len(self.seqlens) * pages]
-            self.table = order.view(len(self.seqlens), pages).int()
-            self.key, self.value = (self.in_pages(tensor, page_size) for tensor in self.dense)
-            for b, length in enumerate(self.seqlens):
-                self.table[b, math.ceil(length / page_size) :] = -(2**20)
-            self.table = self.table.to(device)
-
-    def in_pages(self, dense, page_size):
-        pool = dense.new_full((self.table.numel() + 3, page_size, *dense.shape[2:]), torch.nan)
-        for b, pages in enumerate(self.table.tolist()):
-            for page, rows in zip(pages, dense[b].split(page_size), strict=True):
-                pool[page, : len(rows)] = rows
-        return pool
-
-    def check(self, query, out, lse, case_id=None, **options):
-        """Compares a result with the reference, sequence by sequence."""
-        assert out.shape == query.shape and out.dtype == query.dtype and out.is_contiguous()
-        assert lse.shape == (query.shape[0], query.shape[2], query.shape[1])
-        for b, length in enumerate(self.seqlens):
-            q = query[b : b + 1].transpose(1, 2)
-            k, v = (tensor[b : b + 1, :length].transpose(1, 2) for tensor in self.dense)
-            reference = attention_ref(q, k, v, bottom_right=True, **options)
-            low = attention_low(q, k, v, bottom_right=True, **options)
-            case = f"{case_id or ''} sequence {b} of length {length}"
-            ours = out[b : b + 1].transpose(1, 2), lse[b : b + 1]
-            assert_close_to_reference(*ours, reference, low, case)
-
-
-def run(query, cache, *, is_causal=False, scale=None, **options):
-    """The operator on a Cache, with NaN in the memory that results are likely to get."""
-    stale = [torch.full_like(query, torch.nan) for _ in range(2)]
-    stale += [torch.full((2**18,), torch.nan, device=query.device) for _ in range(4)]
-    del stale
-    return forward_kvcache(
-        query,
-        cache.key,
-        cache.value,
-        cache.lengths,
-        cache.table,
-        None,
-        None,
-        is_causal,
-        scale,
-        **options,
-    )
-
 
 HEADS = [(2, 2), (8, 1), (7, 1), (10, 2), (16, 1)]
 
@@ -177,6 +99,20 @@ def test_splits(device, num_splits):
     cache = Cache(device, [4000, 130, 0], 4096, 2, 128, page_size=64)
     query = randn(3, 1, 8, 128, device=device)
     cache.check(query, *run(query, cache, num_splits=num_splits))
+
+
+def test_more_sequences_than_fit_at_once(device):
+    """Several rounds of CTAs, two on a multiprocessor, with and without a window."""
+    count = 4 * torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 9
+    for dtype, head_dim, page_size in ((torch.bfloat16, 128, None), (torch.float16, 64, 16)):
+        if device == "cpu":
+            dtype = torch.float32
+        seqlens = torch.randint(0, 151, (count // 2,)).tolist()
+        cache = Cache(device, seqlens, 150, 2, head_dim, dtype, page_size)
+        query = randn(count // 2, 2, 6, head_dim, device=device, dtype=dtype)
+        for window_left in (-1, 40):
+            out, lse = run(query, cache, is_causal=True, window_left=window_left)
+            cache.check(query, out, lse, is_causal=True, window_left=window_left)
 
 
 def test_without_lengths(device):
@@ -336,189 +272,7 @@ def test_repeats(device):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-# ---- Graphs and tracing
-
-
-@pytest.mark.parametrize("batch_invariant", [False, True])
-def test_cuda_graph(device, batch_invariant):
-    """A captured decoding step is replayed with other lengths, pages and numbers."""
-    if device != "cuda":
-        pytest.skip("CUDA graphs need a GPU")
-    heads_k, page_size = 2, 16
-    first = Cache(device, [100, 5, 0], 512, heads_k, 64, page_size=page_size)
-    key, value, table = first.key.clone(), first.value.clone(), first.table.clone()
-    lengths = first.lengths.clone()
-    query = randn(3, 2, 8, 64, device=device)
-    rows = [randn(3, 2, heads_k, 64, device=device) for _ in range(2)]
-    table[:] = torch.arange(table.numel(), device=device).view_as(table)
-
-    def step():
-        return forward_kvcache(
-            query,
-            key,
-            value,
-            lengths,
-            table,
-            *rows,
-            is_causal=True,
-            batch_invariant=batch_invariant,
-        )
-
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
-    for seqlens in ([100, 5, 0], [400, 510, 33], [0, 0, 1]):
-        after = [n + 2 for n in seqlens]
-        now = Cache(device, after, 512, heads_k, 64, page_size=page_size)
-        query.copy_(randn(3, 2, 8, 64, device=device))
-        for pool, source in ((key, now.key), (value, now.value)):
-            pool.copy_(source)
-        table.copy_(now.table)
-        lengths.copy_(int32(seqlens, device))
-        for new, dense in zip(rows, now.dense, strict=True):
-            for b, n in enumerate(seqlens):
-                new[b] = dense[b, n : n + 2]
-        for b, n in enumerate(seqlens):
-            for i in (n, n + 1):
-                at = table[b, i // page_size], i % page_size
-                key[at] = value[at] = torch.nan
-        graph.replay()
-        now.check(query, out, lse, f"replayed with {seqlens}", is_causal=True)
-
-
-# Queries of a sequence, splits, page size, head_dim, scale, capacity and sequences: every decoding
-# kernel, alone and in a cluster; Q that is changed before it is used, rows that are copied element
-# by element, and more pages than shared memory holds, of a sequence and of a split.
-WRITTEN_BEFORE = [
-    (1, 1, None, 128, None, 320, 3),
-    (1, 1, 16, 128, None, 320, 3),
-    (1, 4, None, 128, None, 320, 3),
-    (1, 4, 64, 128, None, 320, 3),
-    (4, 9, 16, 128, None, 320, 3),
-    (20, 1, None, 128, None, 320, 3),
-    (20, 1, 16, 64, None, 320, 3),
-    (20, 3, 64, 128, None, 320, 3),
-    (1, 2, 16, 128, -0.1, 320, 3),
-    (3, 2, 16, 256, -0.1, 320, 3),
-    (2, 2, 16, 20, None, 320, 3),
-    (1, 1, 16, 64, None, 15872, 1),
-    (1, 2, 16, 64, None, 15872, 1),
-    (20, 2, 16, 64, None, 15872, 1),
-]
-
-
-@pytest.mark.parametrize("case", WRITTEN_BEFORE, ids=str)
-def test_lengths_and_pages_that_the_kernel_before_writes(device, case):
-    """A kernel that still runs while the next one starts on other multiprocessors: what that finds
-    there at first is what the replay before has left."""
-    if device != "cuda":
-        pytest.skip("on the CPU there is no other kernel")
-    seqlen_q, num_splits, page_size, head_dim, scale, capacity, sequences = case
-    pages = 0 if page_size is None else capacity // page_size
-    count = sequences * (1 + pages)
-    # Attention whose result is the value of its last key, bit for bit, late: lengths and pages.
-    heads, slow_keys = math.ceil(count / 64), 30000 if count <= 64 else 6000
-    half = {"dtype": torch.float16, "device": device}
-    slow_query = torch.ones(1, 1, heads, 128, **half)
-    slow_key = torch.full((1, slow_keys, 1, 128), -1.0, **half).repeat(1, 1, heads, 1)
-    slow_key[:, -1] = 1.0
-    slow_value = torch.randn(1, slow_keys, heads, 128, **half)
-    query = randn(sequences, seqlen_q, 8, head_dim, device=device)
-    first = Cache(device, [0] * sequences, capacity, 2, head_dim, page_size=page_size)
-    key, value = first.key.clone(), first.value.clone()
-
-    def step():
-        written, _ = forward_kvcache(slow_query, slow_key, slow_value, num_splits=1, scale=10.0)
-        numbers = written.view(-1).view(torch.int32)
-        table = None
-        if page_size is not None:
-            table = numbers[sequences:count].view(sequences, pages)
-        lengths = numbers[:sequences]
-        options = {"num_splits": num_splits, "scale": scale}
-        return numbers, *forward_kvcache(query, key, value, lengths, table, **options)
-
-    torch.cuda.synchronize()
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        numbers, out, lse = step()
-    everything = [capacity] * sequences
-    for seqlens in (everything, [0] * sequences, None, everything, None, None):
-        seqlens = seqlens or torch.randint(0, capacity + 1, (sequences,)).tolist()
-        now = Cache(device, seqlens, capacity, 2, head_dim, page_size=page_size)
-        key.copy_(now.key)
-        value.copy_(now.value)
-        wanted = torch.zeros_like(numbers)
-        wanted[:sequences] = now.lengths
-        if page_size is not None:
-            # Behind the length nothing is asked for; halves of floats could not hold what is there.
-            wanted[sequences:count] = now.table.clamp(min=0).view(-1)
-        slow_value[0, -1] = wanted.view(torch.float16).view(heads, 128)
-        graph.replay()
-        assert torch.equal(numbers, wanted)
-        now.check(query, out, lse, f"replayed with {seqlens}", scale=scale)
-
-
-def test_pages_that_do_not_exist(device):
-    """Nobody reads the table on the host, so no entry may lead out of the cache; what a sequence
-    with such an entry gets is not defined, and the others are what they were."""
-    if device != "cuda":
-        pytest.skip("on the CPU pages are checked")
-    for seqlen_q in (1, 20):
-        cache = Cache(device, [100, 64, 33], 128, 2, 64, page_size=16)
-        query = randn(3, seqlen_q, 8, 64, device=device)
-        out, lse = run(query, cache)
-        cache.table[1, :4] = int32([2**31 - 1, -1, -(2**31), cache.key.shape[0]], device)
-        again, lse_again = run(query, cache)
-        for b in (0, 2):
-            assert torch.equal(again[b], out[b]) and torch.equal(lse_again[b], lse[b])
-        # The last key of each sequence, written once more.
-        rows = [
-            torch.stack([dense[b, n - 1] for b, n in enumerate(cache.seqlens)])[:, None]
-            for dense in cache.dense
-        ]
-        lengths = cache.lengths - 1
-        again, _ = forward_kvcache(query, cache.key, cache.value, lengths, cache.table, *rows)
-        for b in (0, 2):
-            assert torch.equal(again[b], out[b])
-
-
-def test_more_sequences_than_fit_at_once(device):
-    """Several rounds of CTAs, two on a multiprocessor, with and without a window."""
-    count = 4 * torch.cuda.get_device_properties(0).multi_processor_count if device == "cuda" else 9
-    for dtype, head_dim, page_size in ((torch.bfloat16, 128, None), (torch.float16, 64, 16)):
-        if device == "cpu":
-            dtype = torch.float32
-        seqlens = torch.randint(0, 151, (count // 2,)).tolist()
-        cache = Cache(device, seqlens, 150, 2, head_dim, dtype, page_size)
-        query = randn(count // 2, 2, 6, head_dim, device=device, dtype=dtype)
-        for window_left in (-1, 40):
-            out, lse = run(query, cache, is_causal=True, window_left=window_left)
-            cache.check(query, out, lse, is_causal=True, window_left=window_left)
-
-
-def test_lengths_that_do_not_fit_are_clamped(device):
-    """Nobody reads lengths on the host, so no length may lead out of the cache."""
-    if device != "cuda":
-        pytest.skip("on the CPU lengths are checked")
-    cache = Cache(device, [64, 0], 64, 2, 64)
-    query = randn(2, 1, 4, 64, device=device)
-    expected = run(query, cache)
-    cache.lengths = int32([2**31 - 1, -5], device)
-    assert all(torch.equal(a, b) for a, b in zip(run(query, cache), expected, strict=True))
-    key, value = cache.key.clone(), cache.value.clone()
-    rows = [randn(2, 3, 2, 64, device=device) for _ in range(2)]
-    forward_kvcache(query, key, value, int32([63, -1], device), None, *rows)
-    assert torch.equal(key[0, :63], cache.key[0, :63]) and torch.equal(key[0, 63], rows[0][0, 0])
-    assert torch.equal(key[1, :2], rows[0][1, 1:]) and key[1, 2:].isnan().all()
+# ---- Tracing and gradients
 
 
 def test_opcheck(device):
