@@ -17,6 +17,10 @@
 //                       of the part copy themselves, and 16 or 32 rows. It has a softmax and an O
 //                       of its own; those of the key warps are merged at the end
 //
+//   time       look up lengths and pages | wait for kernels before | Q K0 V0 K1 V1 copied, compared
+//   |
+//              QK0 softmax PV0, K2 V2 copied | QK1 ... | merged over warps, and over splits
+//
 // How many splits there are is decided on the host from shapes; which keys a split has, here, from
 // the length of the sequence. Nothing outside the keys that some row of the tile sees is read:
 // slots past a length, or pages left of a window, may hold anything. With a mask these are the keys
@@ -101,11 +105,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     next_pages = loader.find_pages(tiles.begin);
     if (ahead && !again) wait_for_kernels_before();
     Lookup<Config::kAllThreads> now;
-    const bool asks = compares && now.has_part(view);
-    if (asks) {  // on its way beside the copies
-      now.ask_for_length(p, view);
-      now.ask_for_pages(p, view);
-    }
+    const bool asks = compares && now.ask(p, view);  // on its way beside the copies
     if (!again) query.load(reinterpret_cast<unsigned char*>(smem.before.sQ));
     ptx::cp_async_commit_group();
 #pragma unroll 1

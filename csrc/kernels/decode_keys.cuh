@@ -1,4 +1,14 @@
 // Which keys a CTA of the decoding kernels reads, and how it gets them to shared memory.
+//
+//   kernels before   ... may write lengths and pages ... |
+//   a CTA            look | prefetch | wait for them ... | ask again | copies | the same?
+//                                                                      yes: the products
+//                                                                      no:  look, copies once more
+//
+//   seqlens [batch], block_table [batch][pages of a sequence]
+//
+// A tile of keys is [kRows][head_dim] of one KV head, in runs of 16 keys, each inside of one page:
+// 8 threads copy 128 bytes of a row. Strides count elements.
 #pragma once
 #include "decode_tile.cuh"
 #include "dependent_launch.cuh"
@@ -38,7 +48,8 @@ struct Lookup {
   int keys_before;
   int pages[kPages];
 
-  static FA_DEVICE int page_of(int i) { return threadIdx.x + i * kThreads; }
+  // Which of the pages, counted from first_page.
+  static FA_DEVICE int entry(int i) { return threadIdx.x + i * kThreads; }
   FA_DEVICE void ask_for_length(const DecodeParams& p, const View& view) {
     if (threadIdx.x == 0) keys_before = attn::keys_before(p.cache, view.t.batch_idx);
   }
@@ -46,11 +57,14 @@ struct Lookup {
     if (p.cache.block_table == nullptr) return;
 #pragma unroll
     for (int i = 0; i < kPages; ++i)
-      if (page_of(i) < view.pages) pages[i] = ptx::ld_relaxed(view.row + page_of(i));
+      if (entry(i) < view.pages) pages[i] = ptx::ld_relaxed(view.row + entry(i));
   }
-  // Whether a thread of the warp has anything to ask for.
-  static FA_DEVICE bool has_part(const View& view) {
-    return ptx::warp_id() == 0 || 32 * ptx::warp_id() < view.pages;
+  // Both, in warps that have any of it to ask for; returns whether this is one.
+  FA_DEVICE bool ask(const DecodeParams& p, const View& view) {
+    if (ptx::warp_id() > 0 && 32 * ptx::warp_id() >= view.pages) return false;
+    ask_for_length(p, view);
+    ask_for_pages(p, view);
+    return true;
   }
 };
 
@@ -78,7 +92,7 @@ FA_DEVICE void look(const DecodeParams& p, const Prepared& prepared,
     found.ask_for_pages(p, view);
 #pragma unroll
     for (int i = 0; i < found.kPages; ++i)
-      if (found.page_of(i) < view.pages) smem.table[found.page_of(i)] = found.pages[i];
+      if (found.entry(i) < view.pages) smem.table[found.entry(i)] = found.pages[i];
   };
   view.first_page = 0;
   view.row = p.cache.block_table + view.t.batch_idx * p.cache.block_table_stride;
@@ -115,7 +129,7 @@ FA_DEVICE bool differs(const Lookup<kThreads>& now, const View& view, const Stor
   bool differs = threadIdx.x == 0 && now.keys_before != smem.keys_before;
 #pragma unroll
   for (int i = 0; i < now.kPages; ++i)
-    if (now.page_of(i) < view.pages) differs |= now.pages[i] != smem.table[now.page_of(i)];
+    if (now.entry(i) < view.pages) differs |= now.pages[i] != smem.table[now.entry(i)];
   return differs;
 }
 

@@ -11,7 +11,8 @@
 //              have is merged at the end
 //
 //   time ──►
-//   warpgroup 2      cp.async   | K0 | V0 | K1 | V1 | K2 ...     waits empty, signals full
+//   all              what was looked up ahead is compared (decode_keys.cuh) behind the first copies
+//   warpgroup 2      cp.async   Q | K0 | V0 | K1 | V1 | K2 ...   waits empty, signals full
 //   warpgroup 0, 1   wgmma      QK0 |     | QK1 PV0  | QK2 PV1 ...
 //                    softmax        | of 0     | of 1     | of 2
 //
@@ -55,6 +56,9 @@ struct DecodeSm90Config {
   static constexpr bool kSpareRegisters = kHeadDim == 128;
   // The register file is dealt out again between those that copy and those that compute.
   static constexpr int kCopyRegisters = 56, kComputeRegisters = 224;
+  static_assert(kCopyThreads * kCopyRegisters + kThreads * kComputeRegisters <=
+                    65536 / kAllThreads / 8 * 8 * kAllThreads,
+                "setmaxnreg would wait for ever");
 
   struct Stage {
     alignas(1024) uint16_t sK[kBlockN * kHeadDim];
@@ -314,11 +318,7 @@ __global__ void __launch_bounds__(Config::kAllThreads, 1)
     look<Config>(p, prepared, smem, view);
     if (ahead && !again) wait_for_kernels_before();
     Lookup<Config::kAllThreads> now;
-    const bool asks = compares && now.has_part(view);
-    if (asks) {  // on its way beside the copies
-      now.ask_for_length(p, view);
-      now.ask_for_pages(p, view);
-    }
+    const bool asks = compares && now.ask(p, view);  // on its way beside the copies
     if (copies) copier.begin(query);
     if (!compares || again || !__syncthreads_or(asks && differs(now, view, smem))) break;
     if (copies) copier.finish();

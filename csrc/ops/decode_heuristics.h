@@ -61,8 +61,9 @@ inline bool merges_in_cluster(const DecodeChoice& choice, const DecodeParams& p,
 }
 
 // Where every SM gets several CTAs, one after the other, two at once fill each other's gaps: 2 % on
-// an H200, 6 % with 512 keys. Not if many SMs would have one of these or none in the end, which has
-// half as many keys in flight; and not below three for each SM, where it makes no difference.
+// an H200, 6 % with 512 keys. Not if more than 15 % of the places would be empty in the last round:
+// an SM with one of them has half as many keys in flight. And not below three for each SM, where it
+// makes no difference.
 inline void consider_small(DecodeChoice& choice, const DecodeParams& p, const Device& device) {
   const int64_t rows = rows_of(p);
   if (choice.kernel != DecodeKernel::kLarge || choice.num_splits > 1 || rows > kMaxSmallRows)
