@@ -139,6 +139,35 @@ __global__ void tile_copy_kernel(const uint16_t* gMatrix, int64_t row_stride, in
   }
 }
 
+// gOut [128][kCols]: out of panels of kPanelRows rows after a copy of gMatrix [128][row_stride] by
+// groups of kThreads threads, each the same number of rows, into shared memory full of NaN.
+template <int kCols, int kThreads, int kPanelRows>
+__global__ void panel_copy_kernel(const uint16_t* gMatrix, int64_t row_stride, int head_dim,
+                                  uint16_t* gOut) {
+  using Copy = tile::PanelCopy<kThreads, kCols, kThreads, kPanelRows>;
+  constexpr int kRows = 128, kPanelBytes = kPanelRows * 128;
+  for (int i = threadIdx.x; i < kRows * kCols; i += blockDim.x)
+    reinterpret_cast<uint16_t*>(smem)[i] = kNan;
+  __syncthreads();
+
+  const int first = threadIdx.x / kThreads * Copy::kRows;
+  const int row = Copy::row(threadIdx.x), col = Copy::col(threadIdx.x);
+  const uint32_t address =
+      ptx::smem_addr(smem) + Copy::rows_offset(first) + Copy::smem_offset(threadIdx.x);
+  const uint16_t* source = gMatrix + (first + row) * row_stride + col;
+  for (int i = 0; i < Copy::kSteps; ++i)
+    Copy::load_step(address, source + i * Copy::kRowStep * row_stride, i, col, head_dim, true);
+  ptx::cp_async_commit_group();
+  ptx::cp_async_wait_group<0>();
+  __syncthreads();
+  for (int i = threadIdx.x; i < kRows * kCols; i += blockDim.x) {
+    const int r = i / kCols, c = i % kCols;
+    const int panel = r / kPanelRows * (kCols / 64) + c / 64, chunk = c % 64 / 8;
+    gOut[i] = *reinterpret_cast<const uint16_t*>(smem + panel * kPanelBytes + r % kPanelRows * 128 +
+                                                 (chunk ^ r % 8) * 16 + c % 8 * 2);
+  }
+}
+
 // ---- tile/fragment.cuh and ldmatrix
 
 // Products D = A B of 16x16 matrices with every way to get an operand into registers: gD [A by
@@ -500,14 +529,32 @@ cudaError_t launch_swizzle(int64_t cols, int64_t rows, int64_t* offsets) {
   });
 }
 
-// Tiles [64][64] by 128 threads, [32][128] by 64 and [64][256] by 256.
-cudaError_t launch_tile_copy(int64_t cols, const uint16_t* matrix, int64_t row_stride,
-                             int64_t head_dim, int64_t rows, int64_t valid_steps, uint16_t* out) {
+// Tiles [64][64] by 128 threads, [32][128] by 64 and [64][256] by 256; half the rows by a warp.
+cudaError_t launch_tile_copy(int64_t cols, int64_t by_warp, const uint16_t* matrix,
+                             int64_t row_stride, int64_t head_dim, int64_t rows,
+                             int64_t valid_steps, uint16_t* out) {
   return dispatch_value<64, 128, 256>(cols, [&](auto c) {
-    constexpr int kCols = c(), kRows = kCols == 128 ? 32 : 64;
-    constexpr int kThreads = kCols == 64 ? 128 : kCols == 128 ? 64 : 256;
-    return launch(tile_copy_kernel<kRows, kCols, kThreads>, 1, kThreads, kRows * kCols * 2, matrix,
-                  row_stride, static_cast<int>(head_dim), static_cast<int>(rows), valid_steps, out);
+    return dispatch_value<false, true>(by_warp != 0, [&](auto warp) {
+      constexpr int kCols = c(), kRows = (kCols == 128 ? 32 : 64) / (warp() ? 2 : 1);
+      constexpr int kThreads = warp() ? 32 : kCols == 64 ? 128 : kCols == 128 ? 64 : 256;
+      return launch(tile_copy_kernel<kRows, kCols, kThreads>, 1, kThreads, kRows * kCols * 2,
+                    matrix, row_stride, static_cast<int>(head_dim), static_cast<int>(rows),
+                    valid_steps, out);
+    });
+  });
+}
+
+// by_warp: each of four warps copies 32 rows, else all 128 threads copy all rows.
+cudaError_t launch_panel_copy(int64_t cols, int64_t by_warp, int64_t panel_rows,
+                              const uint16_t* matrix, int64_t row_stride, int64_t head_dim,
+                              uint16_t* out) {
+  return dispatch_value<64, 128>(cols, [&](auto c) {
+    return dispatch_value<false, true>(by_warp != 0, [&](auto warp) {
+      return dispatch_value<64, 128>(panel_rows, [&](auto panel) {
+        return launch(panel_copy_kernel < c(), warp() ? 32 : 128, panel() >, 1, 128, 128 * c() * 2,
+                      matrix, row_stride, static_cast<int>(head_dim), out);
+      });
+    });
   });
 }
 

@@ -149,6 +149,30 @@ def test_pages_that_do_not_exist(device):
             assert torch.equal(again[b], out[b])
 
 
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "head_dim"),
+    [(2, 1, 128), (2, 1, 256), (2, 20, 128), (2, 20, 64), (2, 40, 64), (2, 80, 128), (6, 1, 64)],
+    ids=str,
+)
+def test_more_pages_than_a_cta_keeps(device, heads, seqlen_q, head_dim):
+    """One CTA of each kernel reads 1300 pages: their numbers pass through shared memory in parts.
+    So many heads, in multiples of the multiprocessors, that nobody splits the keys."""
+    if device != "cuda":
+        pytest.skip("a matter of the kernels for GPUs")
+    heads *= torch.cuda.get_device_properties(0).multi_processor_count
+    cache = Cache(device, [20790], 20800, 1, head_dim, page_size=16)
+    query = randn(1, seqlen_q, heads, head_dim, device=device)
+
+    def call(key, value, table):
+        key, value = (t.expand(-1, -1, heads, -1) for t in (key, value))
+        return forward_kvcache(query, key, value, cache.lengths, table, is_causal=True)
+
+    out, lse = call(cache.key, cache.value, cache.table)
+    expected = call(*cache.dense, None)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    cache.check(query[:, :, :2], out[:, :, :2].contiguous(), lse[:, :2], is_causal=True)
+
+
 def test_lengths_that_do_not_fit_are_clamped(device):
     """Nobody reads lengths on the host, so no length may lead out of the cache."""
     if device != "cuda":

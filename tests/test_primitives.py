@@ -99,9 +99,10 @@ def test_swizzle(launch, device, cols):
     assert torch.equal(groups, torch.arange(8).expand_as(groups))
 
 
-# Of the tiles of launch_tile_copy, by columns.
+# Of the tiles of launch_tile_copy, by columns; half the rows by a warp.
 TILE_ROWS = {64: 64, 128: 32, 256: 64}
-ROW_STEP = {64: 16, 128: 8, 256: 32}  # rows that its threads copy at once
+ROW_STEP = {64: 16, 128: 8, 256: 32}  # rows that its threads copy at once; a warp, 4
+by_warp_or_more = pytest.mark.parametrize("by_warp", [False, True], ids=["threads", "warp"])
 
 
 def poisoned_matrix(rows, live_cols, row_stride):
@@ -112,12 +113,12 @@ def poisoned_matrix(rows, live_cols, row_stride):
     return buffer, matrix
 
 
-def copy_tile(launch, device, cols, buffer, head_dim, rows, valid_steps):
+def copy_tile(launch, device, cols, by_warp, buffer, head_dim, rows, valid_steps):
     buffer = buffer.to(device)
-    out = torch.empty(TILE_ROWS[cols], cols, dtype=torch.float16, device=device)
+    out = torch.empty(TILE_ROWS[cols] >> by_warp, cols, dtype=torch.float16, device=device)
     row_stride = buffer.shape[1]
     matrix = buffer.flatten()[8 * row_stride + 8 :]
-    launch("tile_copy", cols, matrix, row_stride, head_dim, rows, valid_steps, out)
+    launch("tile_copy", cols, by_warp, matrix, row_stride, head_dim, rows, valid_steps, out)
     return out.cpu()
 
 
@@ -131,29 +132,45 @@ def copy_tile(launch, device, cols, buffer, head_dim, rows, valid_steps):
     ],
 )
 @pytest.mark.parametrize("rows", [0, 1, 7, 17, 31, 1000])
-def test_tile_copy_load_bounded(launch, device, cols, head_dim, rows):
-    tile_rows = TILE_ROWS[cols]
+@by_warp_or_more
+def test_tile_copy_load_bounded(launch, device, cols, by_warp, head_dim, rows):
+    tile_rows = TILE_ROWS[cols] >> by_warp
     live_rows = min(rows, tile_rows)
     # Rows end on a multiple of 16 bytes.
     buffer, matrix = poisoned_matrix(live_rows, -(-head_dim // 8) * 8, cols + 24)
     expected = torch.zeros(tile_rows, cols, dtype=torch.float16)
     expected[:live_rows, : matrix.shape[1]] = matrix
-    out = copy_tile(launch, device, cols, buffer, head_dim, rows, -1)
+    out = copy_tile(launch, device, cols, by_warp, buffer, head_dim, rows, -1)
     assert torch.equal(out, expected)
 
 
 @only_cuda
 @pytest.mark.parametrize("cols,head_dim", [(64, 56), (128, 128), (256, 200)])
 @pytest.mark.parametrize("valid_steps", [0b1111, 0b0000, 0b0101, 0b0010])
-def test_tile_copy_load_step(launch, device, cols, head_dim, valid_steps):
-    tile_rows = TILE_ROWS[cols]
+@by_warp_or_more
+def test_tile_copy_load_step(launch, device, cols, by_warp, head_dim, valid_steps):
+    tile_rows, step = TILE_ROWS[cols] >> by_warp, 4 if by_warp else ROW_STEP[cols]
     buffer, matrix = poisoned_matrix(tile_rows, head_dim, cols + 16)
     expected = torch.zeros(tile_rows, cols, dtype=torch.float16)
     for row in range(tile_rows):
-        if valid_steps >> (row // ROW_STEP[cols]) & 1:
+        if valid_steps >> (row // step) & 1:
             expected[row, :head_dim] = matrix[row]
-    out = copy_tile(launch, device, cols, buffer, head_dim, tile_rows, valid_steps)
+    out = copy_tile(launch, device, cols, by_warp, buffer, head_dim, tile_rows, valid_steps)
     assert torch.equal(out, expected)
+
+
+@only_cuda
+@pytest.mark.parametrize("cols,head_dim", [(64, 56), (128, 128), (128, 72)])
+@pytest.mark.parametrize("panel_rows", [64, 128])
+@by_warp_or_more
+def test_panel_copy(launch, device, cols, by_warp, head_dim, panel_rows):
+    buffer, matrix = poisoned_matrix(128, head_dim, cols + 16)
+    expected = torch.zeros(128, cols, dtype=torch.float16)
+    expected[:, :head_dim] = matrix
+    buffer, out = buffer.to(device), torch.empty_like(expected, device=device)
+    source = buffer.flatten()[8 * (cols + 16) + 8 :]
+    launch("panel_copy", cols, by_warp, panel_rows, source, cols + 16, head_dim, out)
+    assert torch.equal(out.cpu(), expected)
 
 
 @only_cuda

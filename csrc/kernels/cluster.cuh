@@ -14,6 +14,12 @@ FA_DEVICE void cluster_arrive() {
   __cluster_barrier_arrive();
 #endif
 }
+// The first half where nothing was written that others will read: without the fence of the other.
+FA_DEVICE void cluster_arrive_early() {
+#if __CUDA_ARCH__ >= 900
+  __cluster_barrier_arrive_relaxed();
+#endif
+}
 FA_DEVICE void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
   __cluster_barrier_wait();

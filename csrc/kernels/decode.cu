@@ -17,7 +17,7 @@
 //                       of the part copy themselves, and 16 or 32 rows. It has a softmax and an O
 //                       of its own; those of the key warps are merged at the end
 //
-//   time       look up lengths and pages | wait for kernels before | Q K0 V0 K1 V1 copied, compared
+//   time       lengths, pages asked for | wait for kernels before | Q K0 V0 K1 V1 copied, compared
 //   |
 //              QK0 softmax PV0, K2 V2 copied | QK1 ... | merged over warps, and over splits
 //
@@ -62,50 +62,41 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
   // First: where there are dependent launches, an SM is full of CTAs, so that those of the next
   // kernel take nothing from these. They get ready on the SMs that have room, or have it again.
   let_kernel_after_start();
+  const bool ahead = looks_ahead(p), compares = ahead && looks_up(p);
+  if (!ahead) wait_for_kernels_before();
+  auto found = ask_first<Config::kAllThreads>(p, prepared);
   const bool in_cluster = Config::kClusters && p.num_splits > 1 && p.partial_out == nullptr;
-  if (in_cluster) cluster_arrive();  // waited for by store_in_cluster
+  if (in_cluster) cluster_arrive_early();  // waited for by store_in_cluster
   View view;
   view.t = row_tile<Config>(p, prepared);
   const RowTile& t = view.t;
   const TileRange& tiles = view.tiles;
   const QueryLoader<Config> query(p, prepared, t);
-  const KvLoader<Config> loader(p, view, prepared.aligned, key_warp * kWarpN);
-  // Of the tile that is being loaded, and, where there are registers for them, of the next.
-  constexpr bool kFindsAhead = Config::kBlockM <= 32;
-  typename KvLoader<Config>::TilePages pages, next_pages;
+  const KvLoader<Config> loader(p, view, prepared.aligned, smem, key_warp * kWarpN);
   // A group of copies each, empty past the split; keys before values.
   const auto load_keys = [&](int tile, int stage) {
-    if constexpr (kFindsAhead) {
-      pages = next_pages;
-      next_pages = loader.find_pages(tile + 1);
-    } else {
-      pages = loader.find_pages(tile);
-    }
-    if (tile < tiles.end) loader.load_keys(tile, pages, smem.stages[stage].sK[key_warp * kWarpN]);
+    if (tile < tiles.end) loader.load_keys(tile, smem.stages[stage].sK[key_warp * kWarpN]);
     ptx::cp_async_commit_group();
   };
   const auto load_values = [&](int tile, int stage) {
-    if constexpr (!kFindsAhead) pages = loader.find_pages(tile);
-    if (tile < tiles.end) loader.load_values(tile, pages, smem.stages[stage].sV[key_warp * kWarpN]);
+    if (tile < tiles.end) loader.load_values(tile, smem.stages[stage].sV[key_warp * kWarpN]);
     ptx::cp_async_commit_group();
   };
 
   // ---- Q, and all tiles but one of the ring. Where that turns out to be what kernels before this
   // one have changed meanwhile, once more.
-  const bool ahead = looks_ahead(p, prepared), compares = ahead && looks_up(p);
-  if (!ahead) wait_for_kernels_before();
 #pragma unroll 1
   for (bool again = false;; again = true) {
-    look<Config>(p, prepared, smem, view);
+    look<Config>(p, prepared, found, smem, view);
     if (ahead && !again) {
 #pragma unroll 1
       for (int s = 0; prepared.prefetch && s < min(kStages - 1, tiles.end - tiles.begin); ++s)
         loader.prefetch(tiles.begin + s);
     }
-    next_pages = loader.find_pages(tiles.begin);
+    const int* own_pages = ptx::found_here(view.row + threadIdx.x);
     if (ahead && !again) wait_for_kernels_before();
     Lookup<Config::kAllThreads> now;
-    const bool asks = compares && now.ask(p, view);  // on its way beside the copies
+    const bool asks = compares && now.ask(p, own_pages, view.pages);  // beside the copies
     if (!again) query.load(reinterpret_cast<unsigned char*>(smem.before.sQ));
     ptx::cp_async_commit_group();
 #pragma unroll 1
@@ -117,6 +108,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     ptx::cp_async_wait_group<2 * (kStages - 1)>();
     // Q has landed for all.
     if (!__syncthreads_or(asks && differs(now, view, smem))) break;
+    found = now;
     ptx::cp_async_wait_group<0>();
     __syncthreads();  // no copy is under way
   }
@@ -162,6 +154,9 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     const int next = tile + kStages - 1, next_stage = stage == 0 ? kStages - 1 : stage - 1;
     ptx::cp_async_wait_group<2 * kStages - 3>();
     sync_part();  // the keys have landed
+    // So many pages are more than kTilesApart tiles: all warps have left those before this one.
+    static_assert(kTablePages * KvLoader<Config>::kRun / kBlockN > kTilesApart + 1);
+    if (loader.refills() && warp == 0) loader.refill_table(tile);
     load_keys(next, next_stage);
 
     const int key = tile * kBlockN + key_warp * kWarpN;
@@ -274,11 +269,10 @@ cudaError_t launch_config(const DecodeParams& p, LaunchFeatures features, cudaSt
   if (p.num_splits > 1 && p.partial_out == nullptr) {
     if (!Config::kClusters) return cudaErrorInvalidValue;
     const ClusterLaunch launch(grid, Config::kThreads, kSmemBytes<Config>, p.num_splits, stream);
-    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p,
-                              prepare(p, Config::kBlockN, prefetch));
+    return cudaLaunchKernelEx(&launch.config, decode_kernel<Config>, p, prepare(p, prefetch));
   }
   return launch_kernel(features, decode_kernel<Config>, grid, Config::kThreads, kSmemBytes<Config>,
-                       stream, p, prepare(p, Config::kBlockN, prefetch));
+                       stream, p, prepare(p, prefetch));
 }
 
 // Of clusters of `cluster` CTAs; 0 where the driver refuses.

@@ -82,7 +82,7 @@ struct DecodeSm90Config {
   static_assert(sizeof(SharedStorage) <= 227 << 10);
 
   using Ring = tile::RingPosition<kStages>;
-  using CopyKv = tile::PanelCopy<kBlockN, kHeadDim, kCopyThreads, kPieceN>;
+  using CopyKv = tile::PanelCopy<kBlockN / (kCopyThreads / 32), kHeadDim, 32, kPieceN>;
   using CopyQ = tile::PanelCopy<kBlockM, kHeadDim, kCopyThreads, kBlockM>;
   static constexpr int kCopyQThreads = kAllThreads;  // QueryLoader::load turns none away: only the
                                                      // copying threads get there
@@ -124,20 +124,29 @@ struct Copier {
   using Storage = typename Config::SharedStorage;
 
   FA_DEVICE Copier(const DecodeParams& params, const View& what, Storage& storage)
-      : view(what), smem(storage), loader(params, what, /*rows_aligned=*/true, /*row_of_tile=*/0) {}
+      : view(what),
+        smem(storage),
+        loader(params, what, /*rows_aligned=*/true, storage, first_row()) {}
+
+  // A warp copies the same rows of every tile, which are in two pages at most.
+  static FA_DEVICE int first_row() {
+    return threadIdx.x % Config::kCopyThreads / 32 * Config::CopyKv::kRows;
+  }
+  static FA_DEVICE void* own_rows(uint16_t* tile) {
+    return reinterpret_cast<unsigned char*>(tile) + Config::CopyKv::rows_offset(first_row());
+  }
 
   static FA_DEVICE void signal(uint64_t& barrier) {
     ptx::cp_async_mbarrier_arrive_noinc(ptx::smem_addr(&barrier));
   }
 
   FA_DEVICE void load_keys(int tile, int stage) {
-    loader.load_keys(tile, next_pages, smem.stages[stage].sK);
+    loader.load_keys(tile, own_rows(smem.stages[stage].sK));
     signal(smem.full_k[stage]);
   }
   FA_DEVICE void load_values(int tile, int stage) {
-    loader.load_values(tile, next_pages, smem.stages[stage].sV);
+    loader.load_values(tile, own_rows(smem.stages[stage].sV));
     signal(smem.full_v[stage]);
-    next_pages = loader.find_pages(tile + 1);
   }
 
   // Q and the first tile, which waits for no stage. Without one nobody waits for Q.
@@ -146,7 +155,6 @@ struct Copier {
     if (tiles.begin >= tiles.end) return;
     query.load(reinterpret_cast<unsigned char*>(smem.sQ));
     signal(smem.full_q);
-    next_pages = loader.find_pages(tiles.begin);
     load_keys(tiles.begin, 0);
     load_values(tiles.begin, 0);
   }
@@ -166,6 +174,8 @@ struct Copier {
     for (int tile = view.tiles.begin + 1; tile < view.tiles.end; ++tile) {
       pos.advance();
       wait(smem.empty_k[pos.stage()], pos.phase() ^ 1);
+      // Whatever the warps that copy have left behind, the tile that was in this stage is.
+      if (loader.refills() && first_row() == 0) loader.refill_table(tile - Config::kStages);
       load_keys(tile, pos.stage());
       wait(smem.empty_v[pos.stage()], pos.phase() ^ 1);
       load_values(tile, pos.stage());
@@ -175,7 +185,6 @@ struct Copier {
   const View& view;
   Storage& smem;
   const Loader loader;
-  typename Loader::TilePages next_pages;
 };
 
 // The two warpgroups that compute.
@@ -308,19 +317,22 @@ __global__ void __launch_bounds__(Config::kAllThreads, 1)
   view.t = row_tile<Config>(p, prepared);
   const QueryLoader<Config> query(p, prepared, view.t);
   Copier<Config> copier(p, view, smem);
-  const bool ahead = looks_ahead(p, prepared), compares = ahead && looks_up(p);
+  const bool ahead = looks_ahead(p), compares = ahead && looks_up(p);
   if (!ahead) wait_for_kernels_before();
+  auto found = ask_first<Config::kAllThreads>(p, prepared);
   // The first copies; where these are of what kernels before this one have changed meanwhile, once
   // more. Before the roles part, so that each barrier stands at one place.
 #pragma unroll 1
   for (bool again = false;; again = true) {
     init_barriers<Config>(smem, again);
-    look<Config>(p, prepared, smem, view);
+    look<Config>(p, prepared, found, smem, view);
+    const int* own_pages = ptx::found_here(view.row + threadIdx.x);
     if (ahead && !again) wait_for_kernels_before();
     Lookup<Config::kAllThreads> now;
-    const bool asks = compares && now.ask(p, view);  // on its way beside the copies
+    const bool asks = compares && now.ask(p, own_pages, view.pages);  // beside the copies
     if (copies) copier.begin(query);
     if (!compares || again || !__syncthreads_or(asks && differs(now, view, smem))) break;
+    found = now;
     if (copies) copier.finish();
     __syncthreads();  // no copy is under way
   }
@@ -372,7 +384,7 @@ cudaError_t launch_decode_sm90(const DecodeParams& p, cudaStream_t stream) {
       }
       return launch_kernel(LaunchFeatures::kSm90, decode::decode_sm90_kernel<Config>,
                            decode::grid_of<Config>(p), Config::kAllThreads, kBytes, stream, p,
-                           decode::prepare(p, Config::kBlockN));
+                           decode::prepare(p));
     });
   });
   if (status != cudaSuccess || p.num_splits == 1) return status;

@@ -24,10 +24,11 @@ struct DecodeTile {
 
 // A CTA has an SM of 9.0 to itself, with 192 KiB for its ring (large). On other devices, and where
 // so many CTAs follow each other that two at once are better, it makes do with 96 KiB. Two 16-row
-// tiles a warp read keys and values from shared memory half as often; at head_dim 256 there are no
-// registers for them.
+// tiles a warp read keys and values from shared memory half as often, but with 32 rows they take
+// all registers of an SM: the CTAs that merge splits then wait for these to end, and the next ones
+// for them (5 % of 14 us, 16 queries and 8192 keys). At head_dim 256 there are no registers.
 constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
-  const int row_tiles = block_m > 16 && head_dim <= 128 ? 2 : 1;
+  const int row_tiles = block_m > 32 && head_dim <= 128 ? 2 : 1;
   const int row_warps = block_m / (16 * row_tiles), warps = large ? 8 : 4;
   const int block_n = (large ? 16384 : 8192) / head_dim;
   const int piece_n = head_dim == 64 ? 32 : 16;
@@ -37,10 +38,7 @@ constexpr DecodeTile decode_tile(int head_dim, int block_m, bool large) {
 }
 
 constexpr int kTilesApart = 16;   // see attend
-constexpr int kTablePages = 512;  // in shared memory
-
-// How much of a sequence's row of the block table fits shared memory.
-enum class Pages { kOfSequence, kOfSplit, kInGlobal };
+constexpr int kTablePages = 512;  // of a sequence, in shared memory at a time
 
 // What the host finds out for all CTAs.
 struct Prepared {
@@ -49,26 +47,19 @@ struct Prepared {
   attn::FastDivide splits;  // num_splits
   bool aligned;             // rows of query, key and value come in pieces of 16 bytes
   bool out_aligned;         // those of out too
-  Pages pages;
-  int pages_of_sequence;
-  bool prefetch;  // the kernel before leaves room for this one to start beside it
+  int pages_of_sequence;    // 0 if there are none, or more than kTablePages
+  bool prefetch;            // the kernel before leaves room for this one to start beside it
 };
 
-inline Prepared prepare(const DecodeParams& p, int block_n, bool prefetch = false) {
+inline Prepared prepare(const DecodeParams& p, bool prefetch = false) {
   const bool whole = p.head_dim % 8 == 0;
-  // A split has this many tiles at most; its first and last key may be inside of a page.
-  const int64_t tiles = (int64_t{p.cache.capacity} + block_n - 1) / block_n;
-  const int64_t keys = (tiles + p.num_splits - 1) / p.num_splits * block_n;
   const int pages = ((p.cache.capacity - 1) >> p.cache.page_shift) + 1;
   return {attn::FastDivide(p.heads_k),
           attn::FastDivide(p.heads_q / p.heads_k),
           attn::FastDivide(p.num_splits),
           inputs_in_pieces(p),
           whole && in_pieces(p.out, p.out_stride),
-          pages <= kTablePages                              ? Pages::kOfSequence
-          : (keys >> p.cache.page_shift) + 2 <= kTablePages ? Pages::kOfSplit
-                                                            : Pages::kInGlobal,
-          pages,
+          p.cache.block_table != nullptr && pages <= kTablePages ? pages : 0,
           prefetch};
 }
 
@@ -95,7 +86,7 @@ struct DecodeConfig {
   static constexpr int kPieceN = kTile.piece_n, kPieces = kWarpN / kPieceN;
   static constexpr int kOutCols = kHeadDim + 8;  // rows of a quad's columns in different banks
   static_assert(kRowWarps * kWarpRows == kBlockM && kPieces * kPieceN == kWarpN);
-  static constexpr bool kSpareRegisters = kHeadDim <= 128 && kBlockM == 16;  // see KvLoader
+  static constexpr bool kSpareRegisters = kHeadDim <= 128 && kBlockM <= 32;  // see KvLoader
 
   struct Stage {
     uint16_t sK[kBlockN][kHeadDim];

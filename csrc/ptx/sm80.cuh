@@ -35,10 +35,10 @@ FA_DEVICE int ld_relaxed(const int* gmem) {
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(gmem) : "memory");
   return value;
 }
-// From any memory, and at this place of the program.
-FA_DEVICE int ld_in_order(const int* pointer) {
+// At this place of the program, not behind the copies issued after it, which it would wait for.
+FA_DEVICE int ld_shared(uint32_t smem) {
   int value;
-  asm volatile("ld.s32 %0, [%1];" : "=r"(value) : "l"(pointer) : "memory");
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(smem) : "memory");
   return value;
 }
 

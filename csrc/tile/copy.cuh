@@ -60,15 +60,19 @@ struct PanelCopy {
   static constexpr int kLines = kCols / 64;
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kSteps = kRows / kRowStep;
-  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0, "row & 7 is the same in every step");
-  static_assert(kPanelRows % kRowStep == 0 && kRows % kPanelRows == 0);
+  static_assert(kRows % kRowStep == 0 && (kRowStep % 8 == 0 || kRowStep == 4));
+  static_assert(kRows % kPanelRows == 0 || kPanelRows % kRows == 0);
 
   static FA_DEVICE int row(int thread) { return thread % kThreads / 8; }
   static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
   static FA_DEVICE uint32_t smem_offset(int thread) { return swizzle<64>(row(thread), thread % 8); }
+  // Of a row that is a multiple of 8, from the start of the first panel.
+  static FA_DEVICE uint32_t rows_offset(int first) {
+    return first / kPanelRows * kPanelRows * kCols * 2 + first % kPanelRows * 128;
+  }
   static FA_DEVICE uint32_t place(uint32_t start, int i, int line) {
-    const int first = i * kRowStep, tile = first / kPanelRows;
-    return start + tile * kPanelRows * kCols * 2 + (line * kPanelRows + first % kPanelRows) * 128;
+    const uint32_t flip = kRowStep == 4 && i % 2 == 1 ? 4 * kChunkBytes : 0;
+    return (start ^ flip) + rows_offset(i * kRowStep) + line * kPanelRows * 128;
   }
 
   static FA_DEVICE void load_step(uint32_t address, const uint16_t* source, int i, int col,
