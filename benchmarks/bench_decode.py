@@ -5,11 +5,11 @@
     python benchmarks/bench_decode.py --device cpu
 
 Every call is replayed from a CUDA graph, and inputs rotate through three times the L2 cache. `ours`
-reads a contiguous cache, `ours_paged` the same keys from pages of 64 in a random order, with
-lengths and a block table on the device; `ours_forward` is fa::forward, which has the choice between
-the decoding kernels and its own. Prints microseconds, and the GB/s that K and V are read
-with. Exit code 1 if a result is wrong, or if ours refuses a problem; with --bars also if one of the
-bars for an H200 is missed.
+reads a contiguous cache, `ours_paged_64` and `ours_paged_16` the same keys from pages of so many
+keys in a random order, with lengths and a block table on the device; `ours_forward` is fa::forward,
+which has the choice between the decoding kernels and its own. Prints microseconds, and the GB/s of
+K and V. Exit code 1 if a result is wrong, or if ours refuses a problem; with --bars also if one of
+the bars for an H200 is missed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from harness import Candidate
 from torch import Tensor
 from workload import Inputs, Problem
 
-PAGE_SIZE = 64
+PAGE_SIZES = (64, 16)
 
 
 def bind_ours(problem: Problem) -> Callable[[Inputs], Tensor]:
@@ -43,12 +43,12 @@ def bind_ours(problem: Problem) -> Callable[[Inputs], Tensor]:
     return call
 
 
-def bind_paged(problem: Problem) -> Callable[[Inputs], Tensor]:
+def bind_paged(page_size: int, problem: Problem) -> Callable[[Inputs], Tensor]:
     """The pages of a sequence in a random order: without a mask the order of keys does not matter,
     so that the result is the same."""
     forward = torch.ops.fa.forward_kvcache.default
     p = problem
-    pages = p.seqlen_k // PAGE_SIZE
+    pages = p.seqlen_k // page_size
 
     @functools.cache
     def on_device(device: torch.device) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def bind_paged(problem: Problem) -> Callable[[Inputs], Tensor]:
     def call(x: Inputs) -> Tensor:
         table, lengths = on_device(x.query.device)
         key, value = (
-            t.transpose(1, 2).view(p.batch * pages, PAGE_SIZE, p.heads_k, p.head_dim)
+            t.transpose(1, 2).view(p.batch * pages, page_size, p.heads_k, p.head_dim)
             for t in (x.key, x.value)
         )
         return forward(x.query.transpose(1, 2), key, value, lengths, table)[0].transpose(1, 2)
@@ -69,7 +69,10 @@ def bind_paged(problem: Problem) -> Callable[[Inputs], Tensor]:
 
 CANDIDATES = [
     Candidate("ours", "ours", bind_ours, kernel=bench_prefill.ours_kernel),
-    Candidate("ours_paged", "ours, paged", bind_paged),
+    *(
+        Candidate(f"ours_paged_{size}", f"pages of {size}", functools.partial(bind_paged, size))
+        for size in PAGE_SIZES
+    ),
     Candidate("ours_forward", "fa.forward", bench_prefill.bind_ours),
     *(bench_prefill.CANDIDATES[name] for name in ("fa2", "cudnn", "sdpa")),
 ]

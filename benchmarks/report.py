@@ -372,9 +372,10 @@ def decode_table(result: dict) -> str:
 
 def decode_times(result: dict) -> str:
     """Microseconds of our calls with the spread of the first, and the kernel of fa.forward."""
-    lines = []
+    lines, labels = [], result["labels"]
+    names = [name for name in labels if name.startswith("ours")]
     for row in result["rows"]:
-        results = [row["results"].get(name, {}) for name in ("ours", "ours_paged", "ours_forward")]
+        results = [row["results"].get(name, {}) for name in names]
         ours = results[0]
         if "median_us" not in ours:
             continue
@@ -382,8 +383,8 @@ def decode_times(result: dict) -> str:
         times = [number(r.get("median_us"), 1) for r in results]
         eager = number(ours.get("eager_us"), 1)
         lines.append([row["label"], *times, f"{spread:.1f} %", eager, kernel_name(row)])
-    heads = ["us", "ours", "ours, paged", "fa.forward", "IQR", "eager us", "kernel of fa.forward"]
-    return table(heads, lines)
+    heads = [labels[name] for name in names]
+    return table(["us", *heads, "IQR", "eager us", "kernel of fa.forward"], lines)
 
 
 def decode_summary(result: dict) -> str:

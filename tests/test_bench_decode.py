@@ -24,15 +24,16 @@ def test_candidates_compute_the_same():
     problem = Problem("decode", "tiny", 3, 4, 2, 2, 256, 16, "full", torch.float32)
     (inputs,) = workload.input_sets(problem, CPU)
     reference = workload.Reference.of(problem, inputs)
-    for bind in (candidate.bind for candidate in bench_decode.CANDIDATES[:3]):
+    for bind in (candidate.bind for candidate in bench_decode.CANDIDATES[:4]):
         assert reference.error_share(bind(problem)(inputs)) < 1
 
 
 def test_pages_fit_the_problems():
     problems = bench_decode.gpu_problems() + bench_decode.cpu_problems()
-    assert all(p.seqlen_k % bench_decode.PAGE_SIZE == 0 for p in problems)
+    assert all(p.seqlen_k % size == 0 for p in problems for size in bench_decode.PAGE_SIZES)
     assert sum(p.name != "short" for p in bench_decode.gpu_problems()) == decode_rates.LONG_ROWS
-    assert [c.name for c in bench_decode.CANDIDATES[:3]] == ["ours", "ours_paged", "ours_forward"]
+    names = [c.name for c in bench_decode.CANDIDATES[:4]]
+    assert names == ["ours", "ours_paged_64", "ours_paged_16", "ours_forward"]
     assert len({p.label() for p in problems}) == len(problems)
 
 
@@ -42,7 +43,8 @@ def test_command(tmp_path, capsys):
     assert bench_decode.main(arguments) == 0
     assert "1 problems, 0 failures" in capsys.readouterr().out
     (row,) = harness.read_result(out)["rows"]
-    assert {"ours", "ours_paged", "ours_forward", "sdpa"} <= row["results"].keys()
+    ours = {"ours", "ours_paged_64", "ours_paged_16", "ours_forward"}
+    assert ours | {"sdpa"} <= row["results"].keys()
     assert bench_decode.main([*arguments, "--bars"]) == 1  # the bars are those of an H200
 
 
@@ -53,7 +55,8 @@ def row_of(problem, **us):
 
 def result_of(device="NVIDIA H200", **changes):
     """All problems, ours 1.25 times as fast as cuDNN, unless changes say otherwise."""
-    us = {"ours": 80.0, "ours_paged": 82.0, "fa2": 150.0, "cudnn": 100.0, "sdpa": 500.0} | changes
+    us = {"ours": 80.0, "ours_paged_64": 82.0, "ours_paged_16": 83.0}
+    us |= {"fa2": 150.0, "cudnn": 100.0, "sdpa": 500.0} | changes
     rows = [row_of(problem, **us) for problem in bench_decode.gpu_problems()]
     return {"environment": {"device": device}, "rows": rows}
 
@@ -73,12 +76,14 @@ def test_bars():
         return [bar.name for bar in bench_decode.bars(result) if not bar.passed]
 
     assert names_of_missed(result_of()) == []
-    assert names_of_missed(result_of(ours_paged=90.0)) == ["lowest paged/contiguous"]
+    for size in (16, 64):
+        missed = names_of_missed(result_of(**{f"ours_paged_{size}": 90.0}))
+        assert missed == [f"pages of {size}: lowest paged/contiguous"]
     assert names_of_missed(result_of(sdpa=400.0)) == ["8 and 16 queries: lowest ours/plain SDPA"]
     assert "chunk of 256 queries: ours/plain SDPA" in names_of_missed(result_of(sdpa=300.0))
-    slower = names_of_missed(result_of(ours=110.0, ours_paged=110.0))
+    slower = names_of_missed(result_of(ours=110.0))
     assert slower[:2] == ["one query: geometric mean of ours/best", "one query: lowest ours/best"]
-    assert len(names_of_missed(result_of() | {"rows": []})) == 6
+    assert len(names_of_missed(result_of() | {"rows": []})) == 7
 
 
 def test_report(tmp_path, capsys):
@@ -91,7 +96,7 @@ def test_report(tmp_path, capsys):
     assert text.count("several B2 H8/2 S4x512 D64 full fp32") == 3
     assert "GB/s of K and V" in text and "kernel of fa.forward" in text
     assert report.main(["bars", str(out)]) == 1
-    assert capsys.readouterr().out.count("FAIL") == 6
+    assert capsys.readouterr().out.count("FAIL") == 7
 
 
 def test_static_cache(tmp_path, capsys):
