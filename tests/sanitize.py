@@ -79,14 +79,17 @@ CASES = [
     # And so many heads that each multiprocessor has several, two at once.
     Case(torch.bfloat16, batch=1, heads=(1056, 528), seqlens=(1, 70), head_dim=64),
 ]
-# fa::forward_kvcache: dtype, heads, head_dim, queries of a sequence, page size.
+# fa::forward_kvcache: dtype, heads, head_dim, queries of a sequence, page size, capacity, splits;
+# with more pages than shared memory holds at the end.
 DECODING = [
-    (torch.bfloat16, (8, 2), 128, 1, None),
-    (torch.bfloat16, (8, 2), 128, 1, 16),
-    (torch.float16, (4, 1), 64, 9, None),
-    (torch.bfloat16, (8, 1), 256, 3, None),
-    (torch.float16, (3, 3), 33, 2, None),
-    (torch.bfloat16, (16, 1), 128, 6, 16),
+    (torch.bfloat16, (8, 2), 128, 1, None, 320, 0),
+    (torch.bfloat16, (8, 2), 128, 1, 16, 320, 0),
+    (torch.float16, (4, 1), 64, 9, None, 320, 0),
+    (torch.bfloat16, (8, 1), 256, 3, None, 320, 0),
+    (torch.float16, (3, 3), 33, 2, None, 320, 0),
+    (torch.bfloat16, (16, 1), 128, 6, 16, 320, 0),
+    (torch.bfloat16, (8, 2), 128, 1, 16, 8960, 1),
+    (torch.float16, (16, 1), 64, 6, 16, 17920, 2),
 ]
 # fa::forward_varlen and its gradients: dtype, heads, head_dim; on 9.0 the portable kernels have the
 # head_dims that are no multiple of 8.
@@ -137,9 +140,9 @@ def run_cases():
     print(f"ran {COUNT} cases")
 
 
-def decode(dtype, heads, head_dim, seqlen_q, page_size):
+def decode(dtype, heads, head_dim, seqlen_q, page_size, capacity, num_splits):
     """Appends a key to sequences of several lengths, one of which then fills the cache."""
-    lengths, capacity = torch.tensor([0, 1, 129, 319], dtype=torch.int32), 320
+    lengths = torch.tensor([0, 1, 2 * capacity // 5, capacity - 1], dtype=torch.int32)
     query = torch.randn(4, seqlen_q, heads[0], head_dim).to(dtype)
     caches = [torch.randn(4, capacity, heads[1], head_dim).to(dtype) for _ in range(2)]
     new = [torch.randn(4, 1, heads[1], head_dim).to(dtype) for _ in range(2)]
@@ -150,7 +153,8 @@ def decode(dtype, heads, head_dim, seqlen_q, page_size):
         caches = [cache.view(4 * pages, page_size, *cache.shape[2:]) for cache in caches]
         table = torch.arange(4 * pages, dtype=torch.int32).view(4, pages).cuda()
     arguments = (query.cuda(), *(cache.cuda() for cache in caches), lengths.cuda(), table)
-    results = torch.ops.fa.forward_kvcache(*arguments, *(x.cuda() for x in new))
+    new = [x.cuda() for x in new]
+    results = torch.ops.fa.forward_kvcache(*arguments, *new, num_splits=num_splits)
     for ours, cpu in zip(results, expected, strict=True):
         torch.testing.assert_close(ours.cpu(), cpu, rtol=2e-2, atol=2e-2)
 

@@ -67,12 +67,15 @@ WRITTEN_BEFORE = [
     (4, 9, 16, 128, None, 320, 3),
     (20, 1, None, 128, None, 320, 3),
     (20, 1, 16, 64, None, 320, 3),
+    (6, 2, 16, 128, None, 320, 3),
+    (12, 1, 16, 64, None, 320, 3),
     (20, 3, 64, 128, None, 320, 3),
     (1, 2, 16, 128, -0.1, 320, 3),
     (3, 2, 16, 256, -0.1, 320, 3),
     (2, 2, 16, 20, None, 320, 3),
     (1, 1, 16, 64, None, 15872, 1),
     (1, 2, 16, 64, None, 15872, 1),
+    (20, 1, 16, 64, None, 15872, 1),
     (20, 2, 16, 64, None, 15872, 1),
 ]
 
@@ -149,28 +152,52 @@ def test_pages_that_do_not_exist(device):
             assert torch.equal(again[b], out[b])
 
 
-@pytest.mark.parametrize(
-    ("heads", "seqlen_q", "head_dim"),
-    [(2, 1, 128), (2, 1, 256), (2, 20, 128), (2, 20, 64), (2, 40, 64), (2, 80, 128), (6, 1, 64)],
-    ids=str,
-)
-def test_more_pages_than_a_cta_keeps(device, heads, seqlen_q, head_dim):
-    """One CTA of each kernel reads 1300 pages: their numbers pass through shared memory in parts.
-    So many heads, in multiples of the multiprocessors, that nobody splits the keys."""
+# Heads, queries, head_dim, page size, keys, splits and window_left: more pages than shared memory
+# holds, in every decoding kernel; splits and windows that start in the middle of the table, pages
+# that are larger than a tile. Without splits, heads count times the multiprocessors: so many that
+# nobody splits, and the small kernels take them.
+MANY_PAGES = [
+    (2, 1, 128, 16, 20790, 1, -1),
+    (2, 1, 256, 16, 20790, 1, -1),
+    (2, 20, 128, 16, 20790, 1, -1),
+    (2, 20, 64, 16, 20790, 1, -1),
+    (2, 40, 64, 16, 20790, 1, -1),
+    (2, 80, 128, 16, 20790, 1, -1),
+    (2, 1, 128, 16, 20790, 2, -1),
+    (2, 80, 128, 16, 20790, 2, -1),
+    (2, 1, 128, 16, 20790, 1, 12000),
+    (2, 40, 64, 16, 20790, 1, 12000),
+    (1, 1, 128, 256, 131684, 1, -1),
+    (1, 40, 128, 256, 131684, 1, -1),
+    (6, 1, 64, 16, 20790, None, -1),
+    (6, 1, 256, 16, 20790, None, -1),
+    (6, 20, 128, 16, 20790, None, -1),
+]
+
+
+@pytest.mark.parametrize("case", MANY_PAGES, ids=str)
+def test_more_pages_than_a_cta_keeps(device, case):
+    """The numbers of its pages pass through shared memory in parts."""
     if device != "cuda":
         pytest.skip("a matter of the kernels for GPUs")
-    heads *= torch.cuda.get_device_properties(0).multi_processor_count
-    cache = Cache(device, [20790], 20800, 1, head_dim, page_size=16)
+    heads, seqlen_q, head_dim, page_size, keys, splits, window_left = case
+    if splits is None:
+        heads *= torch.cuda.get_device_properties(0).multi_processor_count
+    cache = Cache(
+        device, [keys], -(-keys // page_size) * page_size, 1, head_dim, page_size=page_size
+    )
     query = randn(1, seqlen_q, heads, head_dim, device=device)
+    options = {"is_causal": True, "window_left": window_left, "num_splits": splits or 0}
 
     def call(key, value, table):
         key, value = (t.expand(-1, -1, heads, -1) for t in (key, value))
-        return forward_kvcache(query, key, value, cache.lengths, table, is_causal=True)
+        return forward_kvcache(query, key, value, cache.lengths, table, **options)
 
     out, lse = call(cache.key, cache.value, cache.table)
     expected = call(*cache.dense, None)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    cache.check(query[:, :, :2], out[:, :, :2].contiguous(), lse[:, :2], is_causal=True)
+    first = query[:, :, :2], out[:, :, :2].contiguous(), lse[:, :2]
+    cache.check(*first, is_causal=True, window_left=window_left)
 
 
 def test_lengths_that_do_not_fit_are_clamped(device):

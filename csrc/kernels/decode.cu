@@ -96,7 +96,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     const int* own_pages = ptx::found_here(view.row + threadIdx.x);
     if (ahead && !again) wait_for_kernels_before();
     Lookup<Config::kAllThreads> now;
-    const bool asks = compares && now.ask(p, own_pages, view.pages);  // beside the copies
+    const bool asks = compares && !again && now.ask(p, own_pages, view.pages);
     if (!again) query.load(reinterpret_cast<unsigned char*>(smem.before.sQ));
     ptx::cp_async_commit_group();
 #pragma unroll 1
@@ -154,7 +154,7 @@ FA_DEVICE void attend(const DecodeParams& p, const Prepared& prepared) {
     const int next = tile + kStages - 1, next_stage = stage == 0 ? kStages - 1 : stage - 1;
     ptx::cp_async_wait_group<2 * kStages - 3>();
     sync_part();  // the keys have landed
-    // So many pages are more than kTilesApart tiles: all warps have left those before this one.
+    // So many pages are more than kTilesApart tiles: sync_part was for all warps.
     static_assert(kTablePages * KvLoader<Config>::kRun / kBlockN > kTilesApart + 1);
     if (loader.refills() && warp == 0) loader.refill_table(tile);
     load_keys(next, next_stage);

@@ -166,7 +166,8 @@ struct KvLoader {
   // By one warp, when all have issued the copies of the tiles before `tile`: the places of their
   // pages in smem.table get those kTablePages further on, in the thread's next group of copies. A
   // load for each tile would come behind the copies before it: 5 % with 131072 keys in pages of 16.
-  // Through L1, which has none of them yet: before the wait for other kernels they were not read.
+  // Copies of 4 bytes read through L1, and only here: ld_relaxed leaves nothing in it that kernels
+  // before this one could have changed since.
   FA_DEVICE void refill_table(int tile) const {
     static_assert(Config::kBlockN / kRun <= 32);
     const int first = ((tile - 1) * Config::kBlockN >> p.cache.page_shift) - view.first_page;

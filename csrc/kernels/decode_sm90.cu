@@ -52,8 +52,7 @@ struct DecodeSm90Config {
   static constexpr int kBlockN = 128, kPieceN = kBlockN / kKeyWarps;  // keys of a warpgroup
   static constexpr int kStages = 384 / kHeadDim;                      // 192 KiB
   static constexpr int kRowTiles = 1, kOutCols = kHeadDim + 8;
-  // See KvLoader; by head_dim 64, ptxas spills.
-  static constexpr bool kSpareRegisters = kHeadDim == 128;
+  static constexpr bool kSpareRegisters = true;  // see KvLoader
   // The register file is dealt out again between those that copy and those that compute.
   static constexpr int kCopyRegisters = 56, kComputeRegisters = 224;
   static_assert(kCopyThreads * kCopyRegisters + kThreads * kComputeRegisters <=
@@ -174,7 +173,7 @@ struct Copier {
     for (int tile = view.tiles.begin + 1; tile < view.tiles.end; ++tile) {
       pos.advance();
       wait(smem.empty_k[pos.stage()], pos.phase() ^ 1);
-      // Whatever the warps that copy have left behind, the tile that was in this stage is.
+      // All warps have issued the keys of the tile that was in this stage, and so all before it.
       if (loader.refills() && first_row() == 0) loader.refill_table(tile - Config::kStages);
       load_keys(tile, pos.stage());
       wait(smem.empty_v[pos.stage()], pos.phase() ^ 1);
@@ -329,7 +328,7 @@ __global__ void __launch_bounds__(Config::kAllThreads, 1)
     const int* own_pages = ptx::found_here(view.row + threadIdx.x);
     if (ahead && !again) wait_for_kernels_before();
     Lookup<Config::kAllThreads> now;
-    const bool asks = compares && now.ask(p, own_pages, view.pages);  // beside the copies
+    const bool asks = compares && !again && now.ask(p, own_pages, view.pages);
     if (copies) copier.begin(query);
     if (!compares || again || !__syncthreads_or(asks && differs(now, view, smem))) break;
     found = now;

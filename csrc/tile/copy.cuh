@@ -61,12 +61,12 @@ struct PanelCopy {
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kSteps = kRows / kRowStep;
   static_assert(kRows % kRowStep == 0 && (kRowStep % 8 == 0 || kRowStep == 4));
-  static_assert(kRows % kPanelRows == 0 || kPanelRows % kRows == 0);
+  static_assert(kPanelRows % kRowStep == 0 && (kRows % kPanelRows == 0 || kPanelRows % kRows == 0));
 
   static FA_DEVICE int row(int thread) { return thread % kThreads / 8; }
   static FA_DEVICE int col(int thread) { return thread % 8 * 8; }
   static FA_DEVICE uint32_t smem_offset(int thread) { return swizzle<64>(row(thread), thread % 8); }
-  // Of a row that is a multiple of 8, from the start of the first panel.
+  // Of a row from the start of the first panel, but for the swizzle.
   static FA_DEVICE uint32_t rows_offset(int first) {
     return first / kPanelRows * kPanelRows * kCols * 2 + first % kPanelRows * 128;
   }
