@@ -158,6 +158,8 @@ def main():
     parser.add_argument("--device", help="cuda or cpu; the GPU if there is one")
     parser.add_argument("--new-tokens", type=int, default=32)
     args = parser.parse_args()
+    if args.new_tokens < 1:
+        parser.error(f"--new-tokens: must be at least 1, got {args.new_tokens}")
     on_gpu = torch.cuda.is_available() and flashattn_ext.build_info()["with_cuda"]
     device = torch.device(args.device or ("cuda" if on_gpu else "cpu"))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

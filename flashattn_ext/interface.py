@@ -94,7 +94,9 @@ def _unsupported_reason(query, key, value, attn_mask, dropout_p, device_type):
     if dtypes is None:
         return f"{device_type} tensors"
     if query.dtype not in dtypes:
-        return f"{query.dtype} on {device_type}"
+        # Others are no dtype of attention: torch has nothing for them either.
+        known = query.dtype in _KERNEL_DTYPES["cpu"]
+        return f"{query.dtype} on {device_type}" if known else None
     if device_type == "cuda":
         if CPU_ONLY_REASON is not None:
             return f"cuda tensors in a CPU-only build ({CPU_ONLY_REASON})"

@@ -87,7 +87,9 @@ def flash_attn_with_kvcache(
             on CUDA.
         v_cache: the shape of k_cache.
         k: new keys `(batch, seqlen_new, heads_k, head_dim)`, in the dtype of q. Needs v and
-            cache_seqlens.
+            cache_seqlens. They are written without their gradient. k_cache and v_cache must then be
+            different memory, and q, k and v lie outside of it; of what several sequences write to
+            the same row, through block_table or cache_batch_idx, any may stay.
         v: the shape of k.
         rotary_cos, rotary_sin: must be None; rotate q and k before the call.
         cache_seqlens: how many keys of the cache count, without k: an integer, or an int32 tensor
@@ -142,11 +144,20 @@ def flash_attn_with_kvcache(
     pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
     if not pair or not all(isinstance(side, (int, torch.SymInt)) for side in window_size):
         raise RuntimeError(f"window_size: must be two integers (left, right), got {window_size!r}")
+    if q.dim() != 4:
+        raise RuntimeError(
+            "query: must have 4 dimensions (batch, seqlen_q, heads, head_dim), got "
+            f"{q.dim()}: {tuple(q.shape)}"
+        )
     if isinstance(cache_seqlens, (int, torch.SymInt)):
+        if isinstance(cache_seqlens, int) and not 0 <= cache_seqlens < 2**31:
+            raise RuntimeError(f"seqlens_k: must be 0 to 2**31 - 1, got {cache_seqlens}")
         cache_seqlens = torch.full((q.shape[0],), cache_seqlens, dtype=torch.int32, device=q.device)
     if cache_batch_idx is not None:
         if block_table is not None:
             raise RuntimeError("cache_batch_idx: must be None with block_table, got both")
+        if not isinstance(cache_batch_idx, torch.Tensor):
+            raise RuntimeError(f"cache_batch_idx: must be a tensor, got {cache_batch_idx!r}")
         if cache_batch_idx.dim() != 1 or cache_batch_idx.shape[0] != q.shape[0]:
             raise RuntimeError(
                 f"cache_batch_idx: must have shape (batch,) with batch {q.shape[0]}, got "
@@ -183,9 +194,10 @@ def merge_states(out_a, lse_a, out_b, lse_b):
 
     Args:
         out_a, out_b: `(batch, seqlen_q, heads_q, head_dim)`, results over different keys, as from
-            `flash_attn_func` and `flash_attn_with_kvcache`.
-        lse_a, lse_b: `(batch, heads_q, seqlen_q)`, their LSEs (natural logarithm). A part with LSE
-            -inf has no keys and weighs nothing, whatever its out holds.
+            `flash_attn_func` and `flash_attn_with_kvcache`; or `(total_q, heads_q, head_dim)`, as
+            from `flash_attn_varlen_func`.
+        lse_a, lse_b: `(batch, heads_q, seqlen_q)` or `(heads_q, total_q)`, their LSEs (natural
+            logarithm). A part with LSE -inf has no keys and weighs nothing, whatever its out holds.
 
     Returns:
         (out, lse) over both parts, in the shapes of the arguments and the dtypes of out_a and
@@ -194,5 +206,13 @@ def merge_states(out_a, lse_a, out_b, lse_b):
     Raises:
         RuntimeError: shapes that do not fit; an out that requires grad beside an lse that does not.
     """
-    out, lse = torch.ops.fa.merge_states(out_a.transpose(1, 2), lse_a, out_b.transpose(1, 2), lse_b)
-    return out.transpose(1, 2), lse
+    for name, out in (("out_a", out_a), ("out_b", out_b)):
+        if out.dim() not in (3, 4):
+            raise RuntimeError(
+                f"{name}: must have 4 dimensions (batch, seqlen_q, heads, head_dim) or, packed, 3, "
+                f"got {out.dim()}: {tuple(out.shape)}"
+            )
+    out, lse = torch.ops.fa.merge_states(
+        out_a.transpose(-3, -2), lse_a, out_b.transpose(-3, -2), lse_b
+    )
+    return out.transpose(-3, -2), lse

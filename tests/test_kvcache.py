@@ -458,6 +458,76 @@ def test_wrong_arguments(device, case):
         forward_kvcache(**arguments(device, **changes))
 
 
+def shared_memory(device):
+    """Calls that would lose or mix up rows: what they change, and the error."""
+    key, value = (to_device(half(2, 48, 2, 32), device) for _ in range(2))
+    crossed = to_device(half(4000), device).as_strided((2, 48, 2, 32), (1536, 32, 16, 1))
+    trained = to_device(half(2, 48, 2, 32), device).requires_grad_() * 1
+    return {
+        "one tensor": ({"value_cache": key}, "value_cache: must not share memory with key_cache"),
+        "heads": ({"key_cache": crossed}, "key_cache: must have memory of its own .*1536, 32, 16"),
+        "a row": ({"new_value": key[:, 5:6]}, "new_value: must not lie inside of a cache"),
+        "queries": (
+            {"query": value[:, 3:4].expand(-1, 2, -1, -1)},
+            "query: must not lie inside of a cache",
+        ),
+        "gradient": ({"value_cache": trained}, "value_cache: must not require grad to append"),
+    }, {"key_cache": key, "value_cache": value, "block_table": None}
+
+
+@pytest.mark.parametrize("case", ["one tensor", "heads", "a row", "queries", "gradient"])
+def test_appending_where_it_would_lose_something(device, case):
+    cases, caches = shared_memory(device)
+    changes, message = cases[case]
+    call = arguments(device) | caches | changes
+    call["seqlens_k"] += 7
+    before = [call[name].clone() for name in ("key_cache", "value_cache")]
+    with pytest.raises(RuntimeError, match=message):
+        forward_kvcache(**call)
+    assert torch.equal(call["key_cache"], before[0]) and torch.equal(call["value_cache"], before[1])
+    # Reading from there is fine.
+    if "new_value" not in changes:
+        forward_kvcache(**call | {"new_key": None, "new_value": None})
+
+
+@pytest.mark.parametrize("pairs", ["pages", "rows", "heads", "columns"])
+def test_keys_and_values_side_by_side(device, pairs):
+    """One buffer holds both, in turns: no memory is shared. Q, K and V of a step are one, too."""
+    cache = Cache(device, [30, 3], 48, 2, 32, page_size=16)
+    dim = ["pages", "rows", "heads", "columns"].index(pairs)  # before which the two stand
+    key, value = torch.stack([cache.key, cache.value], dim).unbind(dim)
+    step = randn(2, 1, 8, 32, device=device)
+    query, new_key, new_value = step.split([4, 2, 2], 2)
+    lengths = cache.lengths - 1
+    results = [
+        forward_kvcache(query, *caches, lengths, cache.table, new_key, new_value)
+        for caches in ((key, value), (cache.key, cache.value))
+    ]
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert torch.equal(key.nan_to_num(), cache.key.nan_to_num())
+    assert torch.equal(value.nan_to_num(), cache.value.nan_to_num())
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_dtypes_are_refused_before_anything_is_written(device, batch):
+    key, value = torch.zeros(2, batch, 16, 2, 32, dtype=torch.int32, device=device)
+    new = torch.ones(batch, 1, 2, 32, dtype=torch.int32, device=device)
+    query = torch.ones(batch, 1, 4, 32, dtype=torch.int32, device=device)
+    lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+    with pytest.raises(RuntimeError, match=r"query: dtype must be float16.* got Int"):
+        forward_kvcache(query, key, value, lengths, None, new, new)
+    assert not key.any() and not value.any()
+
+
+def test_no_queries_see_no_pages(device):
+    cache = Cache(device, [20, 30], 32, 2, 32, page_size=16)
+    cache.table.fill_(-9)
+    query = randn(2, 0, 4, 32, device=device)
+    for window_left in (-1, 1):
+        out, lse = run(query, cache, window_left=window_left)
+        assert out.shape == query.shape and lse.shape == (2, 4, 0)
+
+
 WRONG_NUMBERS = {
     "negative length": ({"seqlens_k": [-1, 0]}, "seqlens_k: must be 0 to 47, .* got -1 for seq"),
     "long": ({"seqlens_k": [0, 48]}, "seqlens_k: must be 0 to 47, .* got 48 for sequence 1"),
@@ -494,12 +564,23 @@ def test_wrong_numbers_on_the_cpu(case):
             "cache_batch_idx: must be None with block_table",
         ),
         ({"cache_batch_idx": torch.ones(2, 1)}, RuntimeError, r"cache_batch_idx: .* got \(2, 1\)"),
+        ({"cache_batch_idx": [0, 1]}, RuntimeError, r"cache_batch_idx: must be a tensor, got \[0"),
+        ({"cache_seqlens": 2**40}, RuntimeError, "seqlens_k: must be 0 to .* got 1099511627776"),
     ],
 )
 def test_public_function_refuses(options, error, message):
     key = half(2, 16, 2, 32)
     with pytest.raises(error, match=message):
         flash_attn_with_kvcache(half(2, 1, 4, 32), key, key, **options)
+
+
+def test_public_function_refuses_a_query_of_three_dimensions():
+    """Traced as well, where no operator is asked."""
+    key = half(2, 16, 2, 32)
+    compiled = torch.compile(flash_attn_with_kvcache, backend="eager")
+    for function in (flash_attn_with_kvcache, compiled):
+        with pytest.raises(RuntimeError, match=r"query: must have 4 .* got 3: \(2, 4, 32\)"):
+            function(half(2, 4, 32), key, key, cache_seqlens=3)
 
 
 @pytest.mark.full

@@ -74,6 +74,19 @@ def test_merge_gradients(device):
     torch.autograd.gradcheck(torch.ops.fa.merge_states, (plain[0], lses[0], plain[1], lses[1]))
 
 
+def test_merge_packed(device):
+    """The layout of flash_attn_varlen_func; the LSE has the dtype of the first."""
+    parts = [(torch.randn(7, 4, 16, device=device), torch.randn(4, 7, device=device)) for _ in "ab"]
+    (out_a, lse_a), (out_b, lse_b) = parts
+    out, lse = merge_states(out_a, lse_a, out_b, lse_b.double())
+    batched = merge_states(*(x.unsqueeze(0) for part in parts for x in part))
+    assert out.shape == out_a.shape and lse.dtype == torch.float32
+    close(out, batched[0].squeeze(0), torch.float32)
+    close(lse, batched[1].squeeze(0), torch.float32)
+    with pytest.raises(RuntimeError, match=r"out_a: must have 4 dimensions .* got 2: \(7, 16\)"):
+        merge_states(out_a[:, 0], lse_a[0], out_b[:, 0], lse_b[0])
+
+
 def test_merge_refuses_an_lse_without_gradient(device):
     query, key, value = (randn(1, 3, 2, 32, device=device).requires_grad_() for _ in range(3))
     parts = [
@@ -91,7 +104,8 @@ def test_merge_refuses_an_lse_without_gradient(device):
     [
         ({"out_b": torch.zeros(2, 3, 9)}, r"out_b: shape must be that of out_a \[2, 3, 8\]"),
         ({"lse_a": torch.zeros(2, 4)}, r"lse_a: shape must be .* \[2, 3\], got \[2, 4\]"),
-        ({"lse_b": torch.zeros(2, 3, dtype=torch.int32)}, "lse_b: dtype must be a floating"),
+        ({"lse_b": torch.zeros(2, 3, dtype=torch.int32)}, "lse_b: dtype must be float16"),
+        ({"out_a": torch.zeros(2, 3, 8).to(torch.float8_e4m3fn)}, "out_a: dtype must be float16"),
     ],
 )
 def test_wrong_states(change, message):

@@ -257,6 +257,19 @@ def test_flash_refusals(device):
         call(softmax_scale=torch.tensor(0.1))
 
 
+def test_dtypes_that_nobody_computes(device, nothing_said):
+    cu_seqlens = torch.tensor([0, 4], dtype=torch.int32, device=device)
+    for dtype in (torch.int32, torch.float8_e4m3fn, torch.complex64):
+        x = torch.ones(4, 2, 16, device=device).to(dtype)
+        for call in (
+            lambda x=x: flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens),
+            lambda x=x: flash_attn_func(x[None], x[None], x[None]),
+            lambda x=x: interface.scaled_dot_product_attention(x, x, x),
+        ):
+            with silent(), pytest.raises(RuntimeError, match=r"query: dtype must be float16.* got"):
+                call()
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_what_goes_to_torch(device, is_causal, nothing_said):
     """float32 on a GPU, and head_dims that no kernel has: one sequence after the other."""

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <utility>
 
+#include "cpu_tile.h"
 #include "kvcache_checks.h"
 
 TORCH_LIBRARY_FRAGMENT(fa, m) {
@@ -121,6 +122,7 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cpu(
   const KvCacheProblem p =
       check_kvcache(query, key_cache, value_cache, seqlens_k, block_table, new_key, new_value,
                     is_causal, scale, window_left, window_right, num_splits, batch_invariant);
+  check_dtype(query);  // before anything is written
   const at::ScalarType lse_dtype = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   at::Tensor out = at::empty(query.sizes(), query.options());
   at::Tensor lse = at::empty({p.batch, p.heads_q, p.seqlen_q}, query.options().dtype(lse_dtype));
@@ -128,9 +130,9 @@ std::tuple<at::Tensor, at::Tensor> forward_kvcache_cpu(
   const auto keys_before = [&](int64_t b) {
     return has(seqlens_k) ? int64_t{(*seqlens_k)[b].item<int>()} : p.capacity - p.seqlen_new;
   };
-  // Keys left of the window of the first query are not looked at.
+  // Keys left of the window of the first query are not looked at, and without one, none.
   const auto first_seen = [&](int64_t end) {
-    return std::clamp<int64_t>(end - p.seqlen_q - p.window_left, 0, p.seqlen_q > 0 ? end : 0);
+    return p.seqlen_q == 0 ? end : std::clamp<int64_t>(end - p.seqlen_q - p.window_left, 0, end);
   };
   for (int64_t b = 0; b < p.batch; ++b) {  // before anything is written
     const int64_t before = keys_before(b);
@@ -174,8 +176,10 @@ void check_states(const at::Tensor& out_a, const at::Tensor& lse_a, const at::Te
   check_shape("lse_b", lse_b, "that of out_a without its last dimension", rows);
   for (const auto& [name, tensor] : {std::pair{"out_a", &out_a}, std::pair{"lse_a", &lse_a},
                                      std::pair{"out_b", &out_b}, std::pair{"lse_b", &lse_b}}) {
-    TORCH_CHECK(tensor->is_floating_point(), name, ": dtype must be a floating-point one, got ",
-                tensor->scalar_type());
+    const at::ScalarType dtype = tensor->scalar_type();
+    TORCH_CHECK(
+        dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
+        name, ": dtype must be float16, bfloat16, float32 or float64, got ", dtype);
   }
 }
 
@@ -209,7 +213,7 @@ std::tuple<at::Tensor, at::Tensor> merge_states(const at::Tensor& out_a, const a
   };
   const at::Tensor out = part(out_a, weight_a, empty_a).add(part(out_b, weight_b, empty_b));
   return {out.div(sum.unsqueeze(-1)).to(out_a.scalar_type()),
-          reference.add(sum.log()).masked_fill(empty, -kInf)};
+          reference.add(sum.log()).masked_fill(empty, -kInf).to(lse_a.scalar_type())};
 }
 
 }  // namespace

@@ -1,6 +1,10 @@
 // The rules for the arguments of fa::forward_kvcache, for both backends.
 #pragma once
 #include <ATen/MemoryOverlap.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/SmallVector.h>
+
+#include <utility>
 
 #include "checks.h"
 
@@ -79,6 +83,57 @@ inline void check_pages(const at::Tensor& block_table, const at::Tensor& query, 
               page_size);
 }
 
+// The bytes from the first to the last element, if there are any.
+inline std::pair<const char*, const char*> extent(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+  return {begin, begin + (last + 1) * tensor.element_size()};
+}
+
+// Whether elements may share memory: sorted by stride, a dimension has to step over all before it.
+inline bool may_overlap_itself(const at::Tensor& tensor) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 4> dims;  // stride, size
+  for (int64_t i = 0; i < tensor.dim(); ++i)
+    if (tensor.size(i) > 1) dims.emplace_back(tensor.stride(i), tensor.size(i));
+  std::sort(dims.begin(), dims.end());
+  int64_t covered = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride < covered) return true;
+    covered = stride * (size - 1) + covered;
+  }
+  return false;
+}
+
+// What an append in place would lose, silently, or read half written.
+inline void check_append(const at::Tensor& query, const at::Tensor& key_cache,
+                         const at::Tensor& value_cache, const at::Tensor& new_key,
+                         const at::Tensor& new_value) {
+  for (const auto& [name, cache] :
+       {std::pair{"key_cache", &key_cache}, std::pair{"value_cache", &value_cache}}) {
+    TORCH_CHECK(cache->numel() == 0 || !may_overlap_itself(*cache), name,
+                ": must have memory of its own for every element to append to it, got strides ",
+                shape_string(cache->strides()), " with shape ", shape_string(cache->sizes()));
+    TORCH_CHECK(!c10::GradMode::is_enabled() || !cache->requires_grad(), name,
+                ": must not require grad to append to it, which would lose its gradient, got "
+                "requires_grad=True; call under torch.no_grad()");
+  }
+  const at::MemOverlapStatus status = at::get_overlap_status(key_cache, value_cache);
+  TORCH_CHECK(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial,
+              "value_cache: must not share memory with key_cache to append to them, got the same ",
+              status == at::MemOverlapStatus::Full ? "tensor" : "memory in part");
+  for (const auto& [name, source] : {std::pair{"query", &query}, std::pair{"new_key", &new_key},
+                                     std::pair{"new_value", &new_value}}) {
+    for (const at::Tensor* cache : {&key_cache, &value_cache}) {
+      if (source->numel() == 0 || cache->numel() == 0 || !source->is_alias_of(*cache)) continue;
+      const auto [begin, end] = extent(*source);
+      const auto [cache_begin, cache_end] = extent(*cache);
+      TORCH_CHECK(end <= cache_begin || cache_end <= begin, name,
+                  ": must not lie inside of a cache that is appended to, got a view of it");
+    }
+  }
+}
+
 inline void check_new(const at::Tensor& query, const at::Tensor& key_cache,
                       const at::Tensor& value_cache, const std::optional<at::Tensor>& seqlens_k,
                       const std::optional<at::Tensor>& new_key,
@@ -97,12 +152,7 @@ inline void check_new(const at::Tensor& query, const at::Tensor& key_cache,
   TORCH_CHECK(new_value->sizes() == new_key->sizes(),
               "new_value: shape must equal that of new_key ", shape_string(new_key->sizes()),
               ", got ", shape_string(new_value->sizes()));
-  for (const auto& [name, cache] :
-       {std::pair{"key_cache", &key_cache}, std::pair{"value_cache", &value_cache}}) {
-    TORCH_CHECK(at::has_internal_overlap(*cache) != at::MemOverlap::Yes, name,
-                ": must have memory of its own for every element to append to it, got strides ",
-                shape_string(cache->strides()));
-  }
+  check_append(query, key_cache, value_cache, *new_key, *new_value);
 }
 
 inline KvCacheProblem check_kvcache(
