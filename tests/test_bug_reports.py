@@ -9,7 +9,7 @@ about backward (test_backward_bug_reports.py), decoding and paged caches
 
 Reports in float32 run in the half types on a GPU, where the kernels have no others.
 
-One file, though a long one: a report is looked up by its number.
+One file, though above 700 lines: a report is looked up by its number.
 """
 
 import math
